@@ -10,17 +10,21 @@ import argparse
 import asyncio
 import errno
 import os
+import re
+import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 
-from cli import job_commands
+from cli import job_commands, scaling
 from cli.jobs import UnknownJob
 from cli.rows import Form
+from cli.scaling import NotResized
 from cli.simulation import arguments as simulation
 from cli.usage import BadUsage, Parser, seed
+from tidegate.config.base import MAX_GPUS
 from tidegate.config.job_config import ConfigError
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
@@ -30,6 +34,8 @@ _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complet
 FAILED = 1
 BAD_USAGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_GPU = re.compile(r"[a-z0-9-]+/[0-9]+")
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +47,9 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return code
     except (BadUsage, ConfigError, UnknownJob) as error:
         return _say(error, code=BAD_USAGE)
-    except (NotRunning, PeerRefused, PeerUnavailable, ValueError) as error:
+    except PeerRefused as refused:
+        return _say(refused.reason, code=FAILED)
+    except (NotRunning, NotResized, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has left (`| head`): nothing more can be written, at exit neither.
@@ -94,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         case "cancel":
             return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
-            return asyncio.run(job_commands.scale(args.job, args.layout, args.gpus, output_dir, form))
+            return asyncio.run(scaling.scale(args.job, args.layout, args.gpus, output_dir, form, wait=args.wait))
         case "deadletter":
             return asyncio.run(job_commands.settle_dead_letter(args.verb, args.job, args.id, output_dir, form))
     raise AssertionError(f"argparse accepted {args.command!r}")
@@ -149,11 +157,12 @@ def _parser() -> Parser:
     scale.add_argument("--layout", type=_layout, required=True, metavar="AXES", help="such as tp=2,dp=2; others are 1")
     scale.add_argument(
         "--gpus",
-        type=lambda text: text.split(","),
+        type=_gpus,
         default=[],
         metavar="GPUS",
         help="in rank order, such as n0/0,n0/1 (default: its present GPUs, less the last ones or plus free ones)",
     )
+    scale.add_argument("--wait", action="store_true", help="return when the actor is there, or cannot get there")
     dead_letter = command("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")
@@ -163,12 +172,31 @@ def _parser() -> Parser:
 
 def _layout(text: str) -> Layout:
     """Reads `tp=2,dp=2`. argparse prints the error for any other text."""
+    known, sizes = [field.name for field in fields(Layout)], dict[str, int]()
+    wrong = f"{reprlib.repr(text)} is no layout such as tp=2,dp=2, of {', '.join(known)}"
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in known or axis in sizes:
+            fault = f"{axis} is named twice" if axis in sizes else f"{reprlib.repr(axis)} is no axis"
+            raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
+        if not (_NUMBER.fullmatch(size) and 1 <= int(size) <= MAX_GPUS):
+            fault = f"{axis}={reprlib.repr(size)} is not a whole number from 1 to {MAX_GPUS:,}"
+            raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
+        sizes[axis] = int(size)
     try:
-        axes = dict(axis.split("=") for axis in text.split(","))
-        return Layout(**{axis: int(size) for axis, size in axes.items()})
-    except (TypeError, ValueError) as error:
-        known = ", ".join(field.name for field in fields(Layout))
-        raise argparse.ArgumentTypeError(f"{text!r} is no layout such as tp=2,dp=2, of {known}: {error}") from error
+        return Layout(**sizes)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{wrong}: {error}") from error
+
+
+def _gpus(text: str) -> list[str]:
+    """Reads `n0/0,n0/1`. argparse prints the error for any other text."""
+    gpus = text.split(",")
+    if wrong := [gpu for gpu in gpus if not _GPU.fullmatch(gpu)]:
+        raise argparse.ArgumentTypeError(
+            f"{reprlib.repr(wrong[0])} is no GPU such as n0/0: `tidegate get gpus` lists them"
+        )
+    return gpus
 
 
 def _add_run_arguments(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:

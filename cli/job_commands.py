@@ -12,10 +12,8 @@ from google.protobuf.json_format import MessageToDict
 from cli import job_streams, jobs
 from cli.doctor import Health, examine
 from cli.rows import Form, Row, show, table
-from tidegate.codec import decode_layout, encode_layout
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
-from tidegate.types import Layout
 from tidegate.v1 import control_pb2
 
 
@@ -108,15 +106,6 @@ async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
     async with control_of(jobs.job_folder(output_dir, job)) as control:
         await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
     return _done({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
-
-
-async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, form: Form) -> int:
-    async with control_of(jobs.job_folder(output_dir, job)) as control:
-        request = control_pb2.ResizeActorRequest(job=job, layout=encode_layout(layout), gpus=gpus)
-        answer = await control.ResizeActor(request)
-    target, where = str(decode_layout(answer.layout)), list(answer.gpus)
-    text = f"job {job}: its actor moves to {target} on {', '.join(where)}; its events show when it is there"
-    return _done({"job": job, "asked": "scale", "layout": target, "gpus": where}, text, form)
 
 
 async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path, form: Form) -> int:

@@ -26,9 +26,11 @@ from tidegate.v1 import control_pb2
 _BEAT_S = 0.3
 
 
-async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb2.ListEventsResponse]:
+async def events(
+    folder: JobFolder, *, follow: bool, after_sequence: int = 0
+) -> AsyncIterator[control_pb2.ListEventsResponse]:
     """The events in the stream's order. A killed run has those that it wrote. NotRunning when there are none."""
-    last, has_failed = 0, False
+    last, has_failed = after_sequence, False
     while not _is_written(folder):
         try:
             async with control_of(folder) as control:
@@ -37,7 +39,7 @@ async def events(folder: JobFolder, *, follow: bool) -> AsyncIterator[control_pb
                     last = row.stream_sequence
                     yield row
         except (NotRunning, PeerUnavailable):
-            if not (follow and _goes_on_or_is_over(folder)):
+            if not (follow and goes_on_or_is_over(folder)):
                 raise
         except PeerRefused:
             # A stopping scheduler may lose its bus before the stream. Accept that once; a second time it is a fault.
@@ -65,7 +67,7 @@ async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator
                         shown[row.line] += 1
                         yield row.line
         except (NotRunning, PeerUnavailable):
-            if not (follow and _goes_on_or_is_over(folder)):
+            if not (follow and goes_on_or_is_over(folder)):
                 break
         else:
             if not follow:
@@ -102,7 +104,7 @@ def _is_new(line: str, shown: Counter[str]) -> bool:
     return True
 
 
-def _goes_on_or_is_over(folder: JobFolder) -> bool:
+def goes_on_or_is_over(folder: JobFolder) -> bool:
     """False when the run was killed. It checks the lock first: its holder writes the result before it leaves."""
     return launcher_pid(folder) is not None or folder.result.exists()
 

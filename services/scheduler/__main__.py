@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from pathlib import Path
@@ -22,13 +23,13 @@ from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.redis_store import redis_store
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
-from tidegate.job import JobFolder
+from tidegate.job import JobFolder, load_job
 from tidegate.logs import configure_logging
 from tidegate.ownership.adoption import adopt
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connect_bus, stop_signal
-from tidegate.types import InstanceId, job_id
+from tidegate.types import InstanceId, Role, job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
 SOURCE = "scheduler"
@@ -54,6 +55,8 @@ async def run(config: JobConfig) -> None:
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)
         ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
+        # Only a resize needs the job's model and tokenizer, so they are read at the first one.
+        loaded = functools.cache(functools.partial(load_job, config))
         service = SchedulerService(job, ports, policy, decide_every_s=config.scheduler.decide_every_s)
         control = ControlServicer(
             job,
@@ -64,6 +67,7 @@ async def run(config: JobConfig) -> None:
             dead_letters=bus.dead_letters,
             announcer=announcer,
             logs=folder.attempt().logs,
+            layout_fault=lambda layout: loaded().layout_fault(Role.ACTOR, layout),
         )
         descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
         served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cli.__main__ import main
 from tests.e2e.jobs import REPOSITORY, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.codec import decode_layout, encode_layout
@@ -59,6 +61,33 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
     assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (128, 0, 0)
     assert {event.incarnation for event in job.events if event.incarnation} == {1}
+
+
+async def test_a_job_that_starts_in_context_parallelism_is_scaled_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = {"actor": "0-1", "rollout": "2-3", "inference": "6-7"}
+    changes = {"cluster__component_placement": placement, "actor__layout": {"cp": 2}, "inference__layout": {"cp": 2}}
+    async with running(small_job("cut", **changes, actor__standby="4-5", algorithm__iterations=4), tmp_path) as job:
+
+        async def scaled(*arguments: str) -> tuple[int, str]:
+            output_dir = str(job.folder.root.parent)
+            code = await asyncio.to_thread(main, ["scale", "cut", "--output-dir", output_dir, *arguments])
+            said = capsys.readouterr()
+            return code, said.out + said.err
+
+        await job.until(updated(0))
+        in_force = await scaled("--layout", "cp=2", "--wait")
+        moved = await scaled("--layout", "dp=2,cp=2", "--wait")
+        impossible = await scaled("--layout", "cp=3", "--wait")
+        summary = (await job.result())["summary"]
+        draws = trained_draws(job.folder.journal)
+    assert in_force == (0, "job cut: its actor is in cp2 on n0/0, n0/1 already\n")
+    assert moved == (0, "job cut: its actor is in dp2-cp2 on n0/0, n0/1, n1/0, n1/1 now\n")
+    assert impossible[0] == 2
+    assert impossible[1].startswith("tidegate: job cut: layout cp3 does not fit: positions of a row % (2 * cp)")
+    assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
+    assert (summary["samples_trained"], summary["lost"], summary["duplicates"]) == (128, 0, 0)
 
 
 @pytest.mark.long

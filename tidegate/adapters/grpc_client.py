@@ -80,9 +80,8 @@ class _Calls:
             )
         trailing: Any = failure.trailing_metadata() or ()
         errors = [str(value) for key, value in trailing if key == ERROR_METADATA]
-        return PeerRefused(
-            f"{what}: {failure.details()}", status=failure.code().name, error=errors[0] if errors else ""
-        )
+        reason, status = str(failure.details()), failure.code().name
+        return PeerRefused(f"{what}: {reason}", reason=reason, status=status, error=errors[0] if errors else "")
 
 
 class _UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # no generic at run time

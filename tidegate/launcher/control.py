@@ -28,7 +28,7 @@ class NotRunning(LookupError):
 
 @asynccontextmanager
 async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
-    """A stub of the job's Control API, after a first answer. NotRunning when there is none."""
+    """A stub of the job's Control API, after a first answer. NotRunning when it gives none, then or later."""
     job = folder.root.name
     endpoint = read_endpoint(folder)
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S)
@@ -36,12 +36,9 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
         stub = control_pb2_grpc.ControlStub(channels.connect(endpoint))
         try:
             await stub.GetJob(control_pb2.GetJobRequest(job=job))
+            yield stub
         except PeerUnavailable as error:
-            raise NotRunning(
-                f"job {job} does not answer at {endpoint}: its run was killed, or its scheduler is starting again; "
-                "try again, or resume it (--resume)"
-            ) from error
-        yield stub
+            raise NotRunning(_why_no_answer(folder)) from error
     finally:
         await channels.close()
 
@@ -54,6 +51,13 @@ def read_endpoint(folder: JobFolder) -> str:
         raise NotRunning(_why_no_endpoint(folder)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise NotRunning(f"{folder.endpoint} is not an endpoint yet ({error}); try again") from error
+
+
+def _why_no_answer(folder: JobFolder) -> str:
+    job = folder.root.name
+    if launcher_pid(folder) is None:
+        return f"job {job} does not answer: its run was killed; start it again with --resume"
+    return f"job {job} gave no answer: its run lives, so the machine is busy or its scheduler starts again; try again"
 
 
 def _why_no_endpoint(folder: JobFolder) -> str:

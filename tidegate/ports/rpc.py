@@ -12,9 +12,12 @@ class PeerUnavailable(ConnectionError):
 
 
 class PeerRefused(RuntimeError):
-    """The peer refused or failed. `status` is the gRPC code's name, `error` the name of the peer's exception."""
+    """The peer refused or failed. `status` is the gRPC code's name, `error` the name of the peer's exception.
 
-    def __init__(self, message: str, *, status: str, error: str) -> None:
+    The text names the call, for logs. `reason` is the peer's own text, for people."""
+
+    def __init__(self, message: str, *, reason: str, status: str, error: str) -> None:
         super().__init__(message)
+        self.reason = reason
         self.status = status
         self.error = error

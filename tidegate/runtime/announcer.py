@@ -49,8 +49,10 @@ class Announcer:
         iteration: int = 0,
         transition_id: str = "",
         grants: Sequence[Grant] = (),
-    ) -> None:
-        """Publishes one event. StreamFull, unless the event is a figure."""
+    ) -> int | None:
+        """Publishes one event. Returns its sequence on the stream; None for a figure that was left out.
+
+        StreamFull, unless the event is a figure."""
         async with self._in_order:
             event = self._source.event(
                 body,
@@ -61,17 +63,17 @@ class Announcer:
                 grants=grants,
             )
             try:
-                await self._store(event)
+                return await self._store(event)
             except StreamFull as full:
                 if not isinstance(body, _FIGURES):
                     raise
                 self._logger.warning("figures left out", id=event.id, error=str(full))
+                return None
 
-    async def _store(self, event: events_pb2.Event) -> None:
+    async def _store(self, event: events_pb2.Event) -> int:
         while True:
             try:
-                await self._log.publish(event)
-                return
+                return await self._log.publish(event)
             except BusUnavailable as error:
                 # A repeat has the same id and is stored once.
                 self._logger.warning("event waits for the bus", id=event.id, error=str(error))

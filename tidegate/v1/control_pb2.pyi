@@ -55,6 +55,8 @@ class GetJobResponse(_message.Message):
     LAST_REASON_FIELD_NUMBER: _builtins.int
     FINAL_CHECKSUM_FIELD_NUMBER: _builtins.int
     EVALUATIONS_FIELD_NUMBER: _builtins.int
+    APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    OPEN_RESIZES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     phase: _builtins.str
@@ -67,6 +69,8 @@ class GetJobResponse(_message.Message):
     """The reason of the scheduler's last decision, with its numbers."""
     final_checksum: _builtins.str
     """The checksum of the unsharded weights after the last iteration, whatever the layout."""
+    applied_sequence: _builtins.int
+    """All events up to this sequence of the job's stream are in this answer."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
     @_builtins.property
@@ -74,6 +78,10 @@ class GetJobResponse(_message.Message):
     @_builtins.property
     def evaluations(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationSummary]:
         """In order of version."""
+
+    @_builtins.property
+    def open_resizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActorPlace]:
+        """The resizes of the actor that persons asked for and that have not ended."""
 
     def __init__(
         self,
@@ -90,14 +98,42 @@ class GetJobResponse(_message.Message):
         last_reason: _builtins.str = ...,
         final_checksum: _builtins.str = ...,
         evaluations: _abc.Iterable[Global___EvaluationSummary] | None = ...,
+        applied_sequence: _builtins.int = ...,
+        open_resizes: _abc.Iterable[Global___ActorPlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_resizes", b"open_resizes", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
+
+@_typing.final
+class ActorPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In rank order."""
+
+    def __init__(
+        self,
+        *,
+        layout: _types_pb2.Layout | None = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActorPlace: _TypeAlias = ActorPlace  # noqa: Y015
 
 @_typing.final
 class EvaluationSummary(_message.Message):
@@ -633,6 +669,12 @@ class ResizeActorResponse(_message.Message):
 
     LAYOUT_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    IN_FORCE_FIELD_NUMBER: _builtins.int
+    STREAM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    in_force: _builtins.bool
+    """The actor is there already, and no resize is open: no event will follow."""
+    stream_sequence: _builtins.int
+    """The place of the request (ResizeRequested) in the job's stream of events."""
     @_builtins.property
     def layout(self) -> _types_pb2.Layout: ...
     @_builtins.property
@@ -642,10 +684,12 @@ class ResizeActorResponse(_message.Message):
         *,
         layout: _types_pb2.Layout | None = ...,
         gpus: _abc.Iterable[_builtins.str] | None = ...,
+        in_force: _builtins.bool = ...,
+        stream_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "in_force", b"in_force", "layout", b"layout", "stream_sequence", b"stream_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,21 @@ def target(state: ClusterState, layout: Layout) -> Placed:
     return Placed(tuple([*have, *free][: layout.num_ranks]), layout)
 
 
+def is_in_force(state: ClusterState, placed: Placed) -> bool:
+    """Whether the actor works there with all its ranks, and no change of it is open."""
+    actor = state.components[Role.ACTOR]
+    is_there = isinstance(actor.state, Working) and actor.state.placed == placed
+    return is_there and not actor.lacks_ranks and state.changing(Role.ACTOR) is None
+
+
+def open_requests(state: ClusterState) -> tuple[Placed, ...]:
+    """Where persons asked for the actor, for resizes that have not ended: the one under way, and the next one."""
+    transition = state.resize()
+    target = state.targets.get(transition.id) if transition is not None else None
+    under_way = target.placed if target is not None and target.is_asked else None
+    return tuple(dict.fromkeys(each for each in (under_way, state.asked, state.asked_next) if each is not None))
+
+
 def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | Refused:
     if state.phase in OVER:
         return Refused("the job is ending")

@@ -28,7 +28,7 @@ from tidegate.logs import without_credentials
 from tidegate.ports.bus import DeadLetters, EventLog
 from tidegate.ports.store import OwnershipMap
 from tidegate.runtime.announcer import Announcer
-from tidegate.types import GpuId, JobId, Role
+from tidegate.types import GpuId, JobId, Layout, Role
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2, types_pb2
 
 _LOG_LOOKS_PER_S = 4
@@ -40,11 +40,16 @@ class UnknownJob(ValueError):
 
 
 class ResizeRefused(ValueError):
-    """The actor cannot get the requested layout, or cannot get it now."""
+    """The actor can never be in the requested layout, or on the requested GPUs."""
+
+
+class NotNow(ValueError):
+    """The job is in a phase in which its actor is not resized."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """`state` gives the state that was last read or written; `reason` gives the reason of the last decision."""
+    """`state` gives the state that was last read or written; `reason` gives the reason of the last decision;
+    `layout_fault` says why the job's actor can never be in a layout."""
 
     def __init__(
         self,
@@ -57,8 +62,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         dead_letters: DeadLetters,
         announcer: Announcer,
         logs: Path,
+        layout_fault: Callable[[Layout], str | None],
     ) -> None:
         self._job = job
+        self._layout_fault = layout_fault
         self._state = state
         self._reason = reason
         self._gpus = gpus
@@ -82,6 +89,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             last_reason=self._reason(),
             final_checksum=state.final_checksum,
             evaluations=[_evaluation(evaluation) for evaluation in state.evaluations],
+            applied_sequence=state.applied_seq,
+            open_resizes=[
+                control_pb2.ActorPlace(layout=encode_layout(placed.layout), gpus=placed.gpus)
+                for placed in resizes.open_requests(state)
+            ],
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:
@@ -134,15 +146,20 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         require(request, "layout")
         state, layout = self._own(request.job), decode_layout(request.layout)
         if state.spec is None or state.phase is not Phase.RUNNING:
-            raise ResizeRefused(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
+            raise NotNow(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
+        # In a thread: the first request reads the job's model and tokenizer.
+        if (fault := await asyncio.to_thread(self._layout_fault, layout)) is not None:
+            raise ResizeRefused(fault)
         gpus = tuple(GpuId(gpu) for gpu in request.gpus)
         placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
         if (fault := resizes.fault(state.spec, placed)) is not None:
             raise ResizeRefused(fault)
-        await self._publish(
-            request.job, events_pb2.ResizeRequested(layout=encode_layout(placed.layout), gpus=placed.gpus)
+        wire_layout, in_force = encode_layout(placed.layout), resizes.is_in_force(state, placed)
+        # Publish in both cases: an actor that a policy put there is at home there from now on.
+        sequence = await self._publish(request.job, events_pb2.ResizeRequested(layout=wire_layout, gpus=placed.gpus))
+        return control_pb2.ResizeActorResponse(
+            layout=wire_layout, gpus=placed.gpus, in_force=in_force, stream_sequence=sequence
         )
-        return control_pb2.ResizeActorResponse(layout=encode_layout(placed.layout), gpus=placed.gpus)
 
     async def ListDeadLetters(
         self, request: control_pb2.ListDeadLettersRequest, context: Context
@@ -176,9 +193,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if not await self._dead_letters.list(self._job):
             await self._publish(job, events_pb2.JobResumeRequested())
 
-    async def _publish(self, job: str, body: EventBody) -> None:
+    async def _publish(self, job: str, body: EventBody) -> int:
+        """Returns the event's sequence on the job's stream."""
         state = self._own(job)
-        await self._announcer.publish(body, incarnation=state.incarnation)
+        sequence = await self._announcer.publish(body, incarnation=state.incarnation)
+        assert sequence is not None, "only figures are left out"
+        return sequence
 
     def _own(self, job: str) -> ClusterState:
         state = self._state()

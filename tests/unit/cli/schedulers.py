@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from tidegate.adapters.grpc_server import ERROR_METADATA
 from tidegate.job import JobFolder
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
@@ -81,6 +82,58 @@ class RestartedScheduler(LeavingScheduler):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
         yield event_row(2)
         await self._leave(context)
+
+
+class ResizingScheduler(LeavingScheduler):
+    """Accepts a resize as event 2 or refuses it. Then each look at it, of two calls, finds the next of its `course`:
+    its state and its events. The last one stays.
+
+    A None in the course is a scheduler that starts again, an `End` the end of the job.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        *course: tuple[control_pb2.GetJobResponse, list[control_pb2.ListEventsResponse]] | End | None,
+        in_force: bool = False,
+        refusal: tuple[grpc.StatusCode, str, str] | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self._course = list(course)
+        self._in_force = in_force
+        self._refusal = refusal
+        self._is_asked = self._is_second_call = False
+        self._rows: list[control_pb2.ListEventsResponse] = []
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        if not self._is_asked:
+            return control_pb2.GetJobResponse(job="small", phase="running")
+        at = self._course[0]
+        if not isinstance(at, tuple):
+            self._course.pop(0)
+            if isinstance(at, End):
+                end_job(self._folder, self._rows, [])
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            raise AssertionError("abort always raises")
+        status, self._rows = at
+        if self._is_second_call and len(self._course) > 1:
+            self._course.pop(0)
+        self._is_second_call = not self._is_second_call
+        return status
+
+    async def ResizeActor(self, request: Any, context: Any) -> control_pb2.ResizeActorResponse:
+        if self._refusal is not None:
+            code, text, error = self._refusal
+            await context.abort(code, text, trailing_metadata=((ERROR_METADATA, error),))
+        self._is_asked = True
+        return control_pb2.ResizeActorResponse(
+            layout=request.layout, gpus=request.gpus, in_force=self._in_force, stream_sequence=2
+        )
+
+    async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
+        for row in self._rows:
+            if row.stream_sequence > request.after_sequence:
+                yield row
 
 
 def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:

@@ -165,10 +165,39 @@ def test_help_is_on_stdout_and_no_fault(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("usage: tidegate simulate ")
 
 
-@pytest.mark.parametrize("layout", ["tp", "tp=two", "xp=2", "tp=0", "vpp=2"])
-def test_a_wrong_layout_is_refused_with_the_list_of_axes(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "want"),
+    [
+        ("tp", "tp='' is not a whole number from 1 to 65,536"),
+        ("tp=two", "tp='two' is not a whole number from 1 to 65,536"),
+        ("tp=1_0", "tp='1_0' is not a whole number from 1 to 65,536"),
+        ("tp=99999", "tp='99999' is not a whole number from 1 to 65,536"),
+        ("tp=9999999999", "tp='9999999999' is not a whole number from 1 to 65,536"),
+        ("tp=0", "tp='0' is not a whole number from 1 to 65,536"),
+        ("xp=2", "'xp' is no axis"),
+        ("", "'' is no axis"),
+        ("tp=2,tp=4", "tp is named twice"),
+        ("vpp=2", "layout vpp=2 with pp=1: Megatron interleaves stages only; set vpp to 1 or pp > 1"),
+    ],
+)
+def test_a_wrong_layout_is_refused_with_the_list_of_axes(
+    layout: str, want: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["scale", "small", "--layout", layout]) == 2
-    assert f"'{layout}' is no layout such as tp=2,dp=2, of tp, pp, dp, cp, ep, vpp" in capsys.readouterr().err
+    wrong = (
+        f"tidegate: --layout: '{layout}' is no layout such as tp=2,dp=2, of tp, pp, dp, cp, ep, vpp: {want}; `tidegate"
+    )
+    said = capsys.readouterr().err
+    assert said.startswith(wrong)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("gpus", ["", "n0", "n0/", "n0/x", "n0/0,,n0/1", "n0/0, n0/1"])
+def test_a_wrong_list_of_gpus_is_refused_with_an_example(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "small", "--layout", "dp=2", "--gpus", gpus]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"tidegate: --gpus: '.*' is no GPU such as n0/0: `tidegate get gpus` lists them; ", said)
+    assert said.count("\n") == 1
 
 
 def test_an_unknown_job_is_refused_with_the_list_of_jobs(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.evolve.resizes import fault, target
+from services.scheduler.evolve.resizes import fault, is_in_force, open_requests, target
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -385,6 +385,25 @@ def test_a_resize_to_an_impossible_layout_is_refused_by_name(placed: Placed, wan
 
     assert is_over(drive.state)
     assert drive.state.ignored["asks for what the actor cannot be"] == 1
+
+
+def test_requests_are_open_until_each_has_ended_and_only_then_a_place_is_in_force() -> None:
+    drive = running()
+    home = drive.state.home(Role.ACTOR)
+    assert home is not None
+    assert is_in_force(drive.state, home)
+    ask(drive, LARGER)
+    drive.run_until(lambda state: state.resize() is not None)
+    ask(drive, SMALLER)
+
+    assert open_requests(drive.state) == (LARGER, SMALLER)
+    assert not is_in_force(drive.state, home)
+
+    drive.run_until(lambda state: open_requests(state) == (SMALLER,))
+    assert gpus_of(drive.state) == LARGER.gpus
+    state = drive.run_until(is_over)
+    assert open_requests(state) == ()
+    assert is_in_force(state, SMALLER)
 
 
 def test_a_resize_asked_for_during_another_is_next_and_the_last_word_counts() -> None:

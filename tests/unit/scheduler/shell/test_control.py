@@ -26,6 +26,7 @@ from tests.watched_samples import generated_group
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.codec import decode_layout, encode_layout
+from tidegate.job import load_job
 from tidegate.ports.bus import Stage
 from tidegate.ports.rpc import PeerRefused
 from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token
@@ -94,6 +95,7 @@ async def controlled(tmp_path: Path) -> AsyncIterator[Controlled]:
             dead_letters=cluster.bus.dead_letters,
             announcer=cluster.announcer("control"),
             logs=logs,
+            layout_fault=partial(load_job(cluster.config).layout_fault, Role.ACTOR),
         )
         service = Service(CONTROL, lambda to: control_pb2_grpc.add_ControlServicer_to_server(servicer, to))
         server = await serve([service], "127.0.0.1:0")
@@ -182,28 +184,62 @@ async def test_a_resize_becomes_an_event_and_is_answered_with_its_gpus(tmp_path:
         events = [event async for _, event in of.cluster.bus.events.read(JOB)]
         (asked,) = [event.resize_requested for event in events if event.WhichOneof("body") == "resize_requested"]
         assert (decode_layout(asked.layout), list(asked.gpus)) == (Layout(tp=2), ["n0/0", "n0/1"])
+        assert (answer.in_force, answer.stream_sequence) == (False, len(events))
         assert of.state.asked is None
 
 
+async def test_a_resize_to_where_the_actor_is_says_so(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = resizable(of)
+        there = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(dp=2)), gpus=["n0/0", "n0/1"])
+        assert (await of.stub.ResizeActor(there)).in_force
+        turned = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(dp=2)), gpus=["n0/1", "n0/0"])
+        assert not (await of.stub.ResizeActor(turned)).in_force
+
+
+async def test_resizes_that_have_not_ended_are_listed_with_the_events_behind_the_answer(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        before, gpus = resizable(of), (GpuId("n0/0"), GpuId("n0/1"))
+        asked, later = Placed(gpus, Layout(tp=2)), Placed(gpus[:1], Layout())
+        of.state = replace(before, asked=asked, asked_next=later, applied_seq=7)
+        job = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
+        assert [decode_layout(place.layout) for place in job.open_resizes] == [asked.layout, later.layout]
+        assert [tuple(place.gpus) for place in job.open_resizes] == [asked.gpus, later.gpus]
+        assert job.applied_sequence == 7
+
+
 @pytest.mark.parametrize(
-    ("layout", "gpus", "phase", "want"),
+    ("layout", "gpus", "phase", "error", "want"),
     [
-        (Layout(dp=3), ["n0/0", "n0/1"], Phase.RUNNING, "= 1 \\* 1 \\* 3 \\* 1 = 3 ranks on 2 GPUs"),
-        (Layout(dp=3), [], Phase.RUNNING, "3 ranks on 2 GPUs; name 3 of n0/0, n0/1"),
-        (Layout(dp=2), ["n0/0", "n0/2"], Phase.RUNNING, "n0/2: no slot of the actor, whose slots are n0/0, n0/1"),
-        (Layout(tp=2), [], Phase.PAUSED, "bench is paused: an actor is resized while its job is running"),
+        (Layout(dp=3), ["n0/0", "n0/1"], Phase.RUNNING, "ResizeRefused", "= 1 \\* 1 \\* 3 \\* 1 = 3 ranks on 2 GPUs"),
+        (Layout(dp=3), [], Phase.RUNNING, "ResizeRefused", "3 ranks on 2 GPUs; name 3 of n0/0, n0/1"),
+        (
+            Layout(dp=2),
+            ["n0/0", "n0/2"],
+            Phase.RUNNING,
+            "ResizeRefused",
+            "n0/2: no slot of the actor, whose slots are n0/0, n0/1",
+        ),
+        (Layout(cp=3), [], Phase.RUNNING, "ResizeRefused", "= 8 % \\(2 \\* 3\\) = 2, must be 0; legal cp: 1, 2, 4"),
+        (Layout(tp=2), [], Phase.PAUSED, "NotNow", "bench is paused: an actor is resized while its job is running"),
     ],
-    ids=["ranks and GPUs differ", "not that many slots", "another's GPU", "a job that does not run"],
+    ids=[
+        "ranks and GPUs differ",
+        "not that many slots",
+        "another's GPU",
+        "a layout that the model does not fit",
+        "a job that does not run",
+    ],
 )
 async def test_a_resize_that_cannot_be_is_refused_with_the_numbers(
-    tmp_path: Path, layout: Layout, gpus: list[str], phase: Phase, want: str
+    tmp_path: Path, layout: Layout, gpus: list[str], phase: Phase, error: str, want: str
 ) -> None:
     async with controlled(tmp_path) as of:
         of.state = replace(resizable(of), phase=phase)
         request = control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(layout), gpus=gpus)
         with pytest.raises(PeerRefused, match=want) as refused:
             await of.stub.ResizeActor(request)
-        assert refused.value.error == "ResizeRefused"
+        assert refused.value.error == error
         assert await of.bodies() == []
 
 

@@ -137,7 +137,7 @@ async def test_a_gates_report_becomes_an_event_about_the_grant_that_was_asked_fo
 async def test_an_instance_that_does_not_answer_for_its_gate_or_refuses_to_is_passed_over(tmp_path: Path) -> None:
     for failure in (
         PeerUnavailable("no answer within 10 s"),
-        PeerRefused("the gate's folder cannot be read", status="INTERNAL", error="PermissionError"),
+        PeerRefused("AskGate: no folder", reason="no folder", status="INTERNAL", error="PermissionError"),
     ):
         async with issuing(tmp_path) as of:
             of.peers.gates["at-first"] = failure
