@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_rlinfs_scheduler_becomes_the_policy_with_its_rules() -> None:
         use_pre_process_policy=True, use_wait_before_last_iter_policy=False, max_running_requests=64
     )
     assert read(*switches, "rollout.max_running_requests=128").config.scheduler.rlinf.max_running_requests == 128
+
+
+def test_every_axis_of_a_layout_is_translated() -> None:
+    sizes = ("context_parallel_size=2", "pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=3")
+    eight = ("cluster.component_placement={actor: 0-7, rollout: 8-9, inference: 10-11}", "cluster.nodes={n0: 12}")
+    given = (*eight, *(f"actor.model.{size}" for size in sizes))
+    want = Layout(tp=2, pp=2, cp=2, vpp=3)
+    assert read(*given).config.layout(Role.ACTOR) == want
+    assert read(*given, "actor.model.expert_model_parallel_size=2").config.layout(Role.ACTOR) == replace(want, ep=2)
 
 
 def test_a_later_layer_takes_precedence_whichever_names_it_uses() -> None:
