@@ -19,7 +19,14 @@ from tidegate.rewards.worker import FunctionPath, FunctionRaised, RewardWorker, 
 
 
 class FunctionFailed(Exception):
-    """A call has no value. The message says what the function did, such as `raised KeyError: 'x'`."""
+    """A call has no value. The message says what the function did, such as `raised KeyError: 'x' at g.py:7 in score`.
+
+    `traceback` is empty where it raised nothing.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class WorkerNotStarted(RuntimeError):
@@ -59,7 +66,7 @@ class RewardPool:
                 value = await worker.call(function, arguments, timeout_s=timeout_s)
             except FunctionRaised as error:
                 self._rest(worker)
-                raise FunctionFailed(f"raised {error}") from error
+                raise FunctionFailed(str(error), error.traceback) from error
             except BaseException as error:
                 # On a cancellation too: a late answer would be taken for that of the next call.
                 self._end(worker)

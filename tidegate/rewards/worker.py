@@ -44,7 +44,11 @@ class Signature:
 
 
 class FunctionRaised(Exception):
-    """The call failed. The worker can serve further calls."""
+    """The call failed. The worker can serve further calls. `traceback` is empty where the function raised nothing."""
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class WorkerLost(Exception):
@@ -89,7 +93,7 @@ class RewardWorker:
         """The value of a call. Raises FunctionRaised or WorkerLost."""
         answer = await self._ask({"function": function, "arguments": arguments}, timeout_s=timeout_s)
         if "error" in answer:
-            raise FunctionRaised(answer["error"])
+            raise FunctionRaised(answer["error"], answer["traceback"])
         return float(answer["value"])
 
     def strike(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 NUMBER = 3
 
@@ -51,12 +54,40 @@ def misbehaving(response: str, prompt: str) -> Any:
         case ["pid"]:
             return os.getpid()
         case ["return", text]:
-            return {"None": None, "nan": float("nan"), "text": "1.0", "list": [1.0], "true": True}[text]
+            return {
+                "None": None,
+                "nan": float("nan"),
+                "text": "1.0",
+                "list": [1.0],
+                "dict": {"score": 1.0},
+                "array": np.array([1.0, 2.0]),
+                "true": True,
+            }[text]
     return 0.5
 
 
 async def later(response: str) -> float:
-    return 1.0
+    """The words of the response, or an error after the first await."""
+    await asyncio.sleep(0)
+    if response == "raise":
+        raise KeyError("no such unit")
+    return len(response.split())
+
+
+async def same_loop(response: str, loops: list[asyncio.AbstractEventLoop] = []) -> bool:  # noqa: B006 - kept on purpose
+    """Whether every call so far had the same event loop, as a client with connections needs."""
+    loops.append(asyncio.get_running_loop())
+    return len(set(loops)) == 1
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    """verl's signature. 1 when it got the arguments that the tests pass."""
+    return float((data_source, solution_str, ground_truth, extra_info) == ("gsm8k", "4", "four", {"index": 7}))
+
+
+def compute_score_anywhere(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    """1 when it got what data without verl's columns has."""
+    return float((data_source, solution_str, ground_truth, extra_info) == ("", "4", "four", {}))
 
 
 def nameless(response: str, /) -> float:

@@ -107,6 +107,8 @@ async def test_a_function_that_ends_its_process_is_reported_and_replaced_by_anot
         ("nan", "returned nan: a reward is a finite number"),
         ("text", r"returned '1\.0', which is no number"),
         ("list", r"returned \[1\.0\], which is no number"),
+        ("dict", r"returned {'score': 1\.0}, which is no number but of type dict: a reward is one finite number"),
+        ("array", r"returned array\(\[1\., 2\.\]\), which is no number but of type ndarray"),
     ],
 )
 async def test_only_a_finite_number_is_a_reward(returned: str, want: str) -> None:
@@ -157,7 +159,10 @@ UNUSABLE = {
     "no such module": ("tests.unit.rewards.absent:score", r"cannot be imported: ModuleNotFoundError: No module named"),
     "no such name": (f"{GRADERS}:scroe", r"graders:scroe cannot be imported: AttributeError: .* no attribute 'scroe'"),
     "no function": (f"{GRADERS}:NUMBER", r"graders:NUMBER is a int and cannot be called: name a function"),
-    "async": (f"{GRADERS}:later", r"graders:later is async: name a plain function"),
+    "no such file": (
+        "/absent/grading.py:score",
+        r"grading.py:score cannot be imported: FileNotFoundError: .*/absent/gra",
+    ),
     "arguments without names": (f"{GRADERS}:nameless", r"graders:nameless has arguments without names"),
 }
 

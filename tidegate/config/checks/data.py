@@ -11,7 +11,7 @@ import re
 from tidegate.config.sections.data import DataSection, RewardName
 from tidegate.config.sections.job import JobSections
 
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FUNCTION_PATH = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|.*[^/]\.py):[A-Za-z_]\w*")
 
 
 def data_faults(config: JobSections) -> list[str]:
@@ -47,8 +47,11 @@ def _reward_faults(config: JobSections, data: DataSection) -> list[str]:
     for number, reward in enumerate(config.rewards):
         where = f"rewards.{number} ({reward.name})"
         if reward.name is RewardName.FUNCTION:
-            if not _IMPORT_PATH.fullmatch(reward.path):
-                faults.append(f"{where}: path={reward.path!r} must name a function, such as package.module:function")
+            if not _FUNCTION_PATH.fullmatch(reward.path):
+                faults.append(
+                    f"{where}: path={reward.path!r} must name a function, such as package.module:function or "
+                    "/path/file.py:function"
+                )
             continue
         if reward.path or reward.import_from:
             faults.append(f"{where}: path and import_from belong to a reward named function: remove them")
