@@ -93,7 +93,7 @@ class PromptReader:
     def _prompt(self, record: Record) -> DataPrompt:
         data = self._data
         given = _checked_prompt(_value(record, data.prompt_key, "data.prompt_key"))
-        answer = _value(record, data.answer_key, "data.answer_key") if data.answer_key else None
+        answer = _answer(record, data.answer_key) if data.answer_key else None
         columns = {
             name: value for name, value in record.columns.items() if name not in (data.prompt_key, data.answer_key)
         }
@@ -210,6 +210,16 @@ def _value(record: Record, key: str, config_key: str) -> Any:
             )
         value = value[part]
     return value
+
+
+def _answer(record: Record, key: str) -> Any:
+    answer = _value(record, key, "data.answer_key")
+    if answer is None:
+        raise ValueError(
+            f"{key!r} (data.answer_key) is null: give the record its answer or remove it; a job whose rewards need no "
+            "answer leaves data.answer_key empty"
+        )
+    return answer
 
 
 def _checked_prompt(found: Any) -> str | list[dict[str, Any]]:

@@ -8,20 +8,25 @@ Invariants:
 - In a built file the special tokens are ids 0, 1, 2 (pad, bos, eos). [test_tokenizer: special_tokens_and_the_words]
 - In a loaded file the special tokens are found by name. [test_tokenizer: special_tokens_are_found_by_name]
 - An encoded response ends with eos. [test_tokenizer: only_the_end_token_is_left_out]
-- A text with a word outside the vocabulary is refused, not dropped. [test_tokenizer: word_outside_the_vocabulary]
+- A text with a word or a character outside the vocabulary is refused. The package would drop it, or read all such
+  words as one token. [test_tokenizer: outside_the_vocabulary]
 """
 
 from __future__ import annotations
 
+import json
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import Unigram, WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
+from tidegate.short_lists import first_few
 from tidegate.tasks.tokenizer_config import TokenizerConfig, load_tokenizer_config
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -53,6 +58,9 @@ class TaskTokenizer:
         self.pad_id = _special_id(tokenizer, special["pad_token"]) if "pad_token" in special else self.eos_id
         self.end_ids = tuple(sorted({self.eos_id, *filter(self.is_special, end_ids)}))
         """The first of these tokens ends a response, such as the end of the turn or of the text."""
+        self._unknown = _unknown_token(tokenizer)
+        self._readable: set[str] = set()
+        """The characters that are known to become tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -135,9 +143,48 @@ class TaskTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the package raises a bare Exception for a word without an id
             raise ValueError(f"text {text[:80]!r} has a word outside the vocabulary: {error}") from error
+        self._refuse_unknown(text, encoded)
+        return list(encoded.ids)
+
+    def _refuse_unknown(self, text: str, encoded: Encoding) -> None:
+        """Raise ValueError where a part of the text became no token, or the one of all unknown words."""
+        lost = [letter for letter in sorted(set(text) - self._readable) if not self._is_readable(letter)]
+        if lost:
+            outside = set(self._without_added(text))
+            lost = [letter for letter in lost if letter in outside]
+        if self._unknown is not None and self._unknown in encoded.ids:
+            parts = (
+                text[slice(*place)]
+                for token, place in zip(encoded.ids, encoded.offsets, strict=True)
+                if token == self._unknown
+            )
+            # The token may be in the text by its name.
+            named = self._tokenizer.id_to_token(self._unknown)
+            lost += [part for part in parts if part.strip() and part != named]
+        if lost:
+            raise ValueError(
+                f"text {text[:80]!r} has {first_few(dict.fromkeys(map(repr, lost)))} outside the vocabulary: the model "
+                "could not read it; use other characters, or a tokenizer that has them"
+            )
+
+    def _without_added(self, text: str) -> str:
+        """The text without the tokens that were added to the model's, whose letters need no tokens of their own."""
+        added = (re.escape(token.content) for token in self._tokenizer.get_added_tokens_decoder().values())
+        return re.sub("|".join(sorted(added, key=len, reverse=True)), "", text)
+
+    def _is_readable(self, letter: str) -> bool:
+        """Whether a character becomes a token. White space, marks and control characters may vanish."""
+        if unicodedata.category(letter)[0] in "LNPS":
+            try:
+                if not self._tokenizer.encode(letter, add_special_tokens=False).ids:
+                    return False
+            except Exception:  # noqa: BLE001 - a tokenizer of words, which refuses unknown words itself
+                pass
+        self._readable.add(letter)
+        return True
 
 
 def build_tokenizer(words: Sequence[str]) -> TaskTokenizer:
@@ -183,6 +230,16 @@ def _read(file: Path) -> Tokenizer:
         raise ValueError(
             f"{file} is not a Hugging Face tokenizer ({error}); give the tokenizer.json saved with the model"
         ) from error
+
+
+def _unknown_token(tokenizer: Tokenizer) -> int | None:
+    """The id that the tokenizer gives to all words that it does not know. None where it has no such token."""
+    model = tokenizer.model
+    if isinstance(model, Unigram):
+        found: int | None = json.loads(tokenizer.to_str())["model"]["unk_id"]
+        return found
+    name = getattr(model, "unk_token", None)
+    return tokenizer.token_to_id(name) if name is not None else None
 
 
 def _special_id(tokenizer: Tokenizer, name: str) -> int:

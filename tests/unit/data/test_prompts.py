@@ -99,6 +99,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"answer_key": "answer"},
         r"train.jsonl:2: no 'answer' \(data.answer_key\); the columns are prompt$",
     ),
+    "an answer that is null": (
+        {"prompt": "a", "answer": None},
+        {"answer_key": "answer"},
+        r"train.jsonl:2: 'answer' \(data.answer_key\) is null: give the record its answer or remove it",
+    ),
     "a prompt that is a number": ({"prompt": 7}, {}, r"train.jsonl:2: the prompt is 7: it must be a text, or a list"),
     "a prompt that is empty": ({"prompt": ""}, {}, r"train.jsonl:2: the prompt is '': it must be a text"),
     "messages without a role": (

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tidegate.tasks import find_task
-from tidegate.tasks.tokenizer import build_tokenizer, load_tokenizer
+from tidegate.tasks.tokenizer import TaskTokenizer, build_tokenizer, load_tokenizer
+from tidegate.tasks.tokenizer_config import TokenizerConfig
 
 
 @pytest.fixture
@@ -82,6 +86,30 @@ def test_only_the_end_token_is_left_out_of_a_response(ids: list[int], want: str)
 def test_a_word_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="'one three' has a word outside the vocabulary"):
         build_tokenizer(["one", "two"]).encode_prompt("one three")
+
+
+LETTERS = {"a": 0, "b": 1, "<unk>": 2, "<pad>": 3, "<bos>": 4, "<eos>": 5}
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+MODELS = {
+    "letters, and nothing for others": BPE({name: id_ for name, id_ in LETTERS.items() if name != "<unk>"}, []),
+    "letters, and one token for others": BPE(LETTERS, [], unk_token="<unk>"),
+    "words, and one token for others": WordLevel(LETTERS, unk_token="<unk>"),
+    "likely pieces, and one token for others": Unigram([(name, -1.0) for name in LETTERS], unk_id=2),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_characters_outside_the_vocabulary_are_refused_by_every_kind_of_tokenizer(kind: str) -> None:
+    raw = Tokenizer(MODELS[kind])
+    raw.pre_tokenizer = WhitespaceSplit()
+    raw.add_special_tokens([name for name in LETTERS if name.startswith("<") and name != "<unk>"])
+    tokenizer = TaskTokenizer(raw, TokenizerConfig(SPECIAL, None))
+    assert tokenizer.encode_prompt("a b\na") == [0, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"^text 'a 五 ½' has ('½', '五'|'五', '½') outside the vocabulary: the model could not"
+    ):
+        tokenizer.encode_prompt("a 五 ½")
+    assert tokenizer.encode_rendered("a<eos>") == [0, 5]
 
 
 def test_an_id_that_no_token_has_is_visible_in_a_response() -> None:
