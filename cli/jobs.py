@@ -137,6 +137,7 @@ def iteration_rows(found: JobDescription) -> list[dict[str, Any]]:
             "samples_discarded": row.num_discarded,
             "duplicates": row.num_duplicates,
             "lost": row.num_lost,
+            "failed_rewards": _metric(row, "num_failed_rewards"),
             "seconds": outcome.seconds.get(row.iteration) if outcome else None,
             **{name: _metric(row, name) for name in LEARNING_RATE},
         }

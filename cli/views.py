@@ -171,9 +171,11 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                 self._show_progress(event)
             case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
                 metrics = event.iteration_reported.metrics
+                num_failed = int(metrics.get("num_failed_rewards", 0))
                 self._console.print(
                     f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
                     f"{event.iteration_reported.trained.num_samples} samples trained"
+                    + (f", {num_failed} rewards failed and count as 0" if num_failed else "")
                 )
             case "evaluation_reported":
                 evaluation = event.evaluation_reported

@@ -34,6 +34,7 @@ class IterationState:
     held: dict[int, SampleDelivery] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    num_failed_rewards: int = 0
     num_minibatches_taken: int = 0
     num_duplicates_dropped: int = 0
     updates: list[dict[str, float]] = field(default_factory=list)
@@ -86,6 +87,7 @@ def iteration_report(
     lengths, rewards, spread = sorted(state.lengths), state.rewards, state.assembly.candidates.seen
     metrics = iteration_metrics(state.updates) | {
         "reward_mean": sum(rewards) / len(rewards),
+        "num_failed_rewards": float(state.num_failed_rewards),
         "response_tokens_mean": sum(lengths) / len(lengths),
         "response_tokens_median": float(lengths[len(lengths) // 2]),
         "response_tokens_max": float(lengths[-1]),

@@ -314,6 +314,7 @@ class ActorLead(Lead):
         for group in groups:
             state.rewards.extend(rewards_of(group))
             state.lengths.extend(len(sample.response_tokens) for sample in group.samples)
+            state.num_failed_rewards += sum(len(sample.failures) for sample in group.samples)
         kept = groups
         if self.job.config.algorithm.filter_zero_std:
             kept = [group for group in groups if has_spread(rewards_of(group))]

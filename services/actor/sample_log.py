@@ -123,6 +123,7 @@ class SampleLog:
             "masked": sample_id in fate.masked,
             "reward": sample.reward,
             "rewards": dict(sorted(sample.rewards.items())),
+            "failures": {failure.reward: failure.message for failure in sample.failures},
             "advantage": fate.advantages[sample_id] if fate.advantages is not None else None,
             "finish": _FINISHES.get(sample.finish),
             "num_prompt_tokens": len(group.prompt_tokens),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from tidegate.config.sections.data import reward_names
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.prompts import DataPrompt, PromptList, PromptReader, evaluation_files, training_files
 from tidegate.job import Job
-from tidegate.rewards.judge import Judge, PromptResponse
+from tidegate.rewards.judge import Failure, Judge, PromptResponse
 from tidegate.tasks import Prompt, Task
 
 
@@ -30,12 +30,16 @@ from tidegate.tasks import Prompt, Task
 class Judged:
     """The rewards of responses, in their order, and for each response the unweighted rewards by name.
 
-    `num_failed` counts the rewards that failed and count as 0.
+    `failures` are the rewards that failed and count as 0, by the place of the response.
     """
 
     rewards: tuple[float, ...]
     by_name: tuple[Mapping[str, float], ...]
-    num_failed: int = 0
+    failures: Mapping[int, tuple[Failure, ...]] = field(default_factory=dict)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(len(failures) for failures in self.failures.values())
 
 
 class Exercises(Protocol):
@@ -162,11 +166,11 @@ class DataExercises:
             for name, response in zip(names, responses, strict=True)
         ]
         scores = await asyncio.gather(*(self._judge.score(each) for each in answered))
-        faults = [fault for score in scores for fault in score.faults]
-        for fault in faults:
-            self._log.warning("reward counted as 0", fault=fault)
+        failures = {place: score.failures for place, score in enumerate(scores) if score.failures}
+        for failure in (each for failed in failures.values() for each in failed):
+            self._log.warning("reward counted as 0", fault=failure.message, traceback=failure.traceback)
         by_name = tuple(dict(zip(self.reward_names, score.values, strict=True)) for score in scores)
-        return Judged(tuple(score.reward for score in scores), by_name, num_failed=len(faults))
+        return Judged(tuple(score.reward for score in scores), by_name, failures)
 
     def held_out(self) -> DataExercises:
         evaluation = _evaluation_of(self._job)

@@ -42,7 +42,6 @@ class GenerationState:
     """The running calls to engines, and the tasks that settle groups, which delay no engine."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     num_tokens: int = 0
-    num_failed_rewards: int = 0
     progress: IterationProgress | None = None
     """The progress of an iteration. None in an evaluation."""
     note_change: Callable[[], None] = lambda: None

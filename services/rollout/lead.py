@@ -22,6 +22,7 @@ from functools import partial
 
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
+from services.rollout.failed_rewards import FailedRewards
 from services.rollout.generation_picture import GenerationPicture
 from services.rollout.generation_state import EngineSlot, GenerationState
 from services.rollout.groups import GroupsInProgress
@@ -85,7 +86,7 @@ class RolloutLead(Lead):
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
-            settle=partial(self._publish, plan, exercises, candidates),
+            settle=partial(self._publish, plan, exercises, await self._failures(plan, candidates)),
             progress=self._new_progress(plan, exercises, candidates),
         )
         async with self._pictures(generation, candidates):
@@ -229,7 +230,7 @@ class RolloutLead(Lead):
         self,
         plan: types_pb2.IterationPlan,
         exercises: Exercises,
-        candidates: Candidates,
+        failures: FailedRewards,
         generation: GenerationState,
         prompt: int,
         responses: Sequence[samples_pb2.Sample],
@@ -241,9 +242,13 @@ class RolloutLead(Lead):
             self._mean_tokens[row] = sum(lengths) / len(lengths)
         names = [str(decode_sample_id(response.id)) for response in responses]
         judged = await exercises.judge(prompt, names, [response.response_tokens for response in responses])
-        for response, reward, by_name in zip(responses, judged.rewards, judged.by_name, strict=True):
+        for place, (response, reward) in enumerate(zip(responses, judged.rewards, strict=True)):
             response.reward = reward
-            response.rewards.update(by_name)
+            response.rewards.update(judged.by_name[place])
+            response.failures.extend(
+                samples_pb2.RewardFailure(reward=each.reward, message=each.message, traceback=each.traceback)
+                for each in judged.failures.get(place, ())
+            )
         group = samples_pb2.SampleGroup(
             job=self.tools.job_id,
             incarnation=self.incarnation,
@@ -257,12 +262,22 @@ class RolloutLead(Lead):
         is_new = await self.tools.samples.publish(Stage.GENERATED, group)
         # If an earlier lead published the group, its copy counts, with its rewards.
         stored = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
+        candidates = failures.candidates
         generation.groups.extend(_note_published(stored, candidates))
-        generation.num_failed_rewards += judged.num_failed
         figures = {"num_tokens": float(generation.num_tokens)}
-        if generation.num_failed_rewards:
-            figures["num_failed_rewards"] = float(generation.num_failed_rewards)
+        if num_failed := failures.add(stored):
+            figures["num_failed_rewards"] = float(num_failed)
         await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
+        failures.check()
+
+    async def _failures(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> FailedRewards:
+        """The failures of the groups on the stream, which an earlier lead published."""
+        failures = FailedRewards(self.job.config.rewards, candidates, group_size=plan.group_size)
+        for prompt in sorted(candidates.seen):
+            if (group := await self.stored_group(Stage.GENERATED, plan, prompt)) is not None:
+                failures.add(group)
+        failures.check()
+        return failures
 
     async def _judge(
         self, evaluation: Evaluation, generation: GenerationState, prompt: int, responses: Sequence[samples_pb2.Sample]

@@ -71,9 +71,10 @@ async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_
         log = (job.folder.attempt().logs / "rollout@n0.jsonl").read_text()
     assert {key: summary[key] for key in WANT} == WANT
     assert 0 < summary["reward_first"] < 1
+    assert summary["failed_rewards"] == 24
     faults = [json.loads(line)["fault"] for line in log.splitlines() if '"reward counted as 0"' in line]
     want_counts = {
-        "/train.jsonl:2) raised KeyError: 'no such colour'": 8,
+        f"/train.jsonl:2) raised KeyError: 'no such colour' at {tmp_path}/grading.py:10 in share": 8,
         "/train.jsonl:5) ended the process with status 3": 8,
         "/train.jsonl:7) gave no result within 1 s": 8,
     }
@@ -106,4 +107,20 @@ async def test_a_failure_that_is_fatal_ends_the_job_and_names_the_sample(tmp_pat
         end = json.loads(job.folder.result.read_text())
     assert end["end"] == "failed"
     assert "reward grading:share on sample 1.0." in end["message"]
-    assert "/train.jsonl:5) raised KeyError: 'no such colour'; on_error: zero would count it as 0" in end["message"]
+    assert (
+        f"/train.jsonl:5) raised KeyError: 'no such colour' at {tmp_path}/grading.py:10 in share; on_error: zero would"
+        in end["message"]
+    )
+
+
+@pytest.mark.long
+async def test_a_reward_that_fails_on_almost_all_responses_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    raw = job_on_data(tmp_path)
+    # It is right about the right answer, which the trial before the start gives it.
+    (tmp_path / "grading.py").write_text("def share(response, answer):\n    return {answer: 1.0}[response]\n")
+    async with running(raw, tmp_path) as job:
+        assert await job.process.wait() == 1
+        end = json.loads(job.folder.result.read_text())
+    assert end["end"] == "failed"
+    assert "of the iteration's 32 samples, more than rewards.0.max_failed=0.5 allows" in end["message"]
+    assert f'  File "{tmp_path}/grading.py", line 2, in share' in end["message"]

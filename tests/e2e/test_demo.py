@@ -25,6 +25,7 @@ KEYS = {
     "samples_filtered",
     "duplicates",
     "lost",
+    "failed_rewards",
     "wall_s",
     "timeline",
 }

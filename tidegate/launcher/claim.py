@@ -211,7 +211,8 @@ def _how_to_start_over(config: JobConfig, fresh_command: str) -> str:
 def _deciding(config: JobConfig) -> dict[str, Any]:
     """The values that decide samples and weights. Of the rollout: the engine that draws the samples.
 
-    The tokenizer is the folder's own after the first start. Data may lie elsewhere under the same checksum.
+    The tokenizer is the folder's own after the first start. Data may lie elsewhere under the same checksum. The limit
+    on failed rewards only ends a job.
     """
     dumped = {
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
@@ -222,7 +223,7 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
     if dumped["data"] is not None:
         del dumped["data"]["train"], dumped["data"]["chat_template"]
     for reward in dumped["rewards"]:
-        del reward["import_from"]
+        del reward["import_from"], reward["max_failed"]
     return dumped | {"rollout": deciding(config.rollout)}
 
 

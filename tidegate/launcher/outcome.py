@@ -72,6 +72,7 @@ class Outcome:
             "samples_filtered": sum(row.num_filtered for row in rows),
             "duplicates": sum(row.num_duplicates for row in rows),
             "lost": sum(row.num_lost for row in rows),
+            "failed_rewards": sum(int(row.metrics.get("num_failed_rewards", 0)) for row in rows),
             "wall_s": round(self.wall_s, 3),
             "timeline": self.timeline,
             "seed": self.seed,

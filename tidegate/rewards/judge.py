@@ -1,11 +1,14 @@
 """A sample's reward: the weighted sum of the config's rewards, in their order.
 
 `exact_match` is computed here; `math_verify` and functions run in the pool's processes. A reward that fails on a sample
-counts as 0 or raises, as its `on_error` says. In both cases the fault names the reward, the sample and the record. A
+counts as 0 or raises, as its `on_error` says. In both cases the failure names the reward, the sample and the record. A
 reward depends only on the response's text and its record.
 
-Invariant: the sum is in the order of the config, so the order of results changes no bit.
-[test_judge: weighted_sum_of_all]
+Before a job starts, each reward values one response of each data set: the right answer, which no reward may fail on.
+
+Invariants:
+- The sum is in the order of the config, so the order of results changes no bit. [test_judge: weighted_sum_of_all]
+- A reward that fails on the trial is refused, unless it may fail on all samples. [test_judge: fails_on_the_trial]
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.config.sections.data import OnError, RewardName, RewardSection
+from tidegate.config.sections.data import OnError, RewardName, RewardSection, reward_names
 from tidegate.data.prompts import ARGUMENTS, DataPrompt
 from tidegate.rewards.answers import MATH_VERIFY, exact_match, refuse_without_math_verify, right_answers
 from tidegate.rewards.pool import FunctionFailed, RewardPool
@@ -39,12 +42,24 @@ class PromptResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward that failed on a sample. `reward` is its name.
+
+    `message` names the reward, the sample and the record. `traceback` is empty where the function raised nothing.
+    """
+
+    reward: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """A sample's reward. `values` are the unweighted rewards; `faults` describe those that count as 0."""
+    """A sample's reward. `values` are the unweighted rewards. Those that failed count as 0."""
 
     reward: float
     values: tuple[float, ...]
-    faults: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 class Judge:
@@ -52,6 +67,7 @@ class Judge:
 
     def __init__(self, rewards: Sequence[RewardSection], *, num_workers: int, start_timeout_s: float) -> None:
         self._rewards = tuple(rewards)
+        self._names = reward_names(rewards)
         # Import a function that two rewards use only once. It is called for each.
         paths = [path for reward in rewards if (path := _function_of(reward)) is not None]
         self._functions = tuple(dict.fromkeys(paths))
@@ -77,35 +93,61 @@ class Judge:
                     "data the column"
                 )
 
+    async def check_on_trial(self, prompt: DataPrompt) -> None:
+        """Value one response to the prompt. Raises ValueError or WorkerNotStarted where a reward fails on it."""
+        response = trial_response(prompt)
+        answered = PromptResponse(f"{response!r:.60} of the trial before the start", prompt, response)
+        for number, reward in enumerate(self._rewards):
+            result = await self._result(number, answered)
+            if isinstance(result, Failure) and reward.max_failed < 1:
+                raise ValueError(
+                    f"{result.message}; mend it to return a finite number for every text, or set "
+                    f"rewards.{number}.max_failed=1 to start all the same"
+                )
+
     async def score(self, answered: PromptResponse) -> Score:
         """The rewards of a response. Raises RewardFailed where a failed reward's policy is fatal."""
-        scored = [asyncio.ensure_future(self._value(reward, answered)) for reward in self._rewards]
+        scored = [asyncio.ensure_future(self._allowed(number, answered)) for number in range(len(self._rewards))]
         try:
             results = await asyncio.gather(*scored)
         finally:
             for each in scored:
                 each.cancel()
             await asyncio.gather(*scored, return_exceptions=True)
-        values = tuple(float(value) for value, _ in results)
+        values = tuple(0.0 if isinstance(result, Failure) else float(result) for result in results)
         total = sum(reward.weight * value for reward, value in zip(self._rewards, values, strict=True))
-        return Score(float(total), values, tuple(fault for _, fault in results if fault))
+        return Score(float(total), values, tuple(result for result in results if isinstance(result, Failure)))
 
     def close(self) -> None:
         self._pool.close()
 
-    async def _value(self, reward: RewardSection, answered: PromptResponse) -> tuple[float, str]:
-        """The value, and its fault or an empty text."""
+    async def _allowed(self, number: int, answered: PromptResponse) -> float | Failure:
+        """The value, or a failure that counts as 0. Raises RewardFailed for any other failure."""
+        result = await self._result(number, answered)
+        if isinstance(result, Failure) and self._rewards[number].on_error is OnError.FATAL:
+            raise RewardFailed("\n".join([f"{result.message}; on_error: zero would count it as 0", result.traceback]))
+        return result
+
+    async def _result(self, number: int, answered: PromptResponse) -> float | Failure:
+        reward = self._rewards[number]
         path = _function_of(reward)
         if path is None:
-            return exact_match(response=answered.response, answer=answered.prompt.answer), ""
+            return exact_match(response=answered.response, answer=answered.prompt.answer)
         try:
             function = self._functions.index(path)
-            return await self._pool.call(function, _arguments(answered), timeout_s=reward.timeout_s), ""
+            return await self._pool.call(function, _arguments(answered), timeout_s=reward.timeout_s)
         except FunctionFailed as error:
-            fault = f"reward {reward.label} on sample {answered.sample} ({answered.prompt.where}) {error}"
-            if reward.on_error is OnError.FATAL:
-                raise RewardFailed(f"{fault}; on_error: zero would count it as 0") from error
-            return 0.0, fault
+            message = f"reward {reward.label} on sample {answered.sample} ({answered.prompt.where}) {error}"
+            return Failure(self._names[number], message, error.traceback)
+
+
+def trial_response(prompt: DataPrompt) -> str:
+    """A response that no reward should fail on: the right answer or, without one, the prompt's own last text."""
+    try:
+        return right_answers(prompt.answer)[0]
+    except ValueError:
+        given = prompt.given if isinstance(prompt.given, str) else prompt.given[-1]["content"]
+        return given if isinstance(given, str) else ""
 
 
 def _function_of(reward: RewardSection) -> FunctionPath | None:

@@ -9,7 +9,7 @@ Invariants:
 - In a loaded file the special tokens are found by name. [test_tokenizer: special_tokens_are_found_by_name]
 - An encoded response ends with eos. [test_tokenizer: only_the_end_token_is_left_out]
 - A text with a word or a character outside the vocabulary is refused. The package would drop it, or read all such
-  words as one token. [test_tokenizer: outside_the_vocabulary]
+  words as one token. [test_tokenizer: characters_outside_the_vocabulary]
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tidegate.v1 import types_pb2 as tidegate_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/samples.proto\x12\x0btidegate.v1\x1a\x17tidegate/v1/types.proto\"1\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xeb\x02\n\x06Sample\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tidegate.v1.SampleId\x12\x1b\n\x0fresponse_tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10\x65ngine_log_probs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12)\n\x08versions\x18\x04 \x03(\x0b\x32\x17.tidegate.v1.VersionRun\x12)\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x19.tidegate.v1.FinishReason\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x19\n\rold_log_probs\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x1f\n\x13reference_log_probs\x18\x08 \x03(\x02\x42\x02\x10\x01\x12\x31\n\x07rewards\x18\t \x03(\x0b\x32 .tidegate.v1.Sample.RewardsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc8\x01\n\x0bSampleGroup\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x11\n\titeration\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\r\x12\x19\n\rprompt_tokens\x18\x06 \x03(\rB\x02\x10\x01\x12$\n\x07samples\x18\x07 \x03(\x0b\x32\x13.tidegate.v1.Sample\x12\"\n\x06grants\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/samples.proto\x12\x0btidegate.v1\x1a\x17tidegate/v1/types.proto\"1\n\nVersionRun\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x99\x03\n\x06Sample\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.tidegate.v1.SampleId\x12\x1b\n\x0fresponse_tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10\x65ngine_log_probs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12)\n\x08versions\x18\x04 \x03(\x0b\x32\x17.tidegate.v1.VersionRun\x12)\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x19.tidegate.v1.FinishReason\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x19\n\rold_log_probs\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x1f\n\x13reference_log_probs\x18\x08 \x03(\x02\x42\x02\x10\x01\x12\x31\n\x07rewards\x18\t \x03(\x0b\x32 .tidegate.v1.Sample.RewardsEntry\x12,\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32\x1a.tidegate.v1.RewardFailure\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\rRewardFailure\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\xc8\x01\n\x0bSampleGroup\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x11\n\titeration\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\r\x12\x19\n\rprompt_tokens\x18\x06 \x03(\rB\x02\x10\x01\x12$\n\x07samples\x18\x07 \x03(\x0b\x32\x13.tidegate.v1.Sample\x12\"\n\x06grants\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,14 +44,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLE'].fields_by_name['reference_log_probs']._serialized_options = b'\020\001'
   _globals['_SAMPLEGROUP'].fields_by_name['prompt_tokens']._loaded_options = None
   _globals['_SAMPLEGROUP'].fields_by_name['prompt_tokens']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=687
-  _globals['_FINISHREASON']._serialized_end=807
+  _globals['_FINISHREASON']._serialized_start=802
+  _globals['_FINISHREASON']._serialized_end=922
   _globals['_VERSIONRUN']._serialized_start=67
   _globals['_VERSIONRUN']._serialized_end=116
   _globals['_SAMPLE']._serialized_start=119
-  _globals['_SAMPLE']._serialized_end=482
-  _globals['_SAMPLE_REWARDSENTRY']._serialized_start=436
-  _globals['_SAMPLE_REWARDSENTRY']._serialized_end=482
-  _globals['_SAMPLEGROUP']._serialized_start=485
-  _globals['_SAMPLEGROUP']._serialized_end=685
+  _globals['_SAMPLE']._serialized_end=528
+  _globals['_SAMPLE_REWARDSENTRY']._serialized_start=482
+  _globals['_SAMPLE_REWARDSENTRY']._serialized_end=528
+  _globals['_REWARDFAILURE']._serialized_start=530
+  _globals['_REWARDFAILURE']._serialized_end=597
+  _globals['_SAMPLEGROUP']._serialized_start=600
+  _globals['_SAMPLEGROUP']._serialized_end=800
 # @@protoc_insertion_point(module_scope)

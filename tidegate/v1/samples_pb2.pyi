@@ -96,6 +96,7 @@ class Sample(_message.Message):
     OLD_LOG_PROBS_FIELD_NUMBER: _builtins.int
     REFERENCE_LOG_PROBS_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
     finish: Global___FinishReason.ValueType
     reward: _builtins.float
     @_builtins.property
@@ -120,6 +121,10 @@ class Sample(_message.Message):
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The value of each reward, by its name and before its weight. `reward` is the weighted sum."""
 
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardFailure]:
+        """The rewards that failed and count as 0."""
+
     def __init__(
         self,
         *,
@@ -132,14 +137,43 @@ class Sample(_message.Message):
         old_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         reference_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        failures: _abc.Iterable[Global___RewardFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_log_probs", b"engine_log_probs", "finish", b"finish", "id", b"id", "old_log_probs", b"old_log_probs", "reference_log_probs", b"reference_log_probs", "response_tokens", b"response_tokens", "reward", b"reward", "rewards", b"rewards", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_log_probs", b"engine_log_probs", "failures", b"failures", "finish", b"finish", "id", b"id", "old_log_probs", b"old_log_probs", "reference_log_probs", b"reference_log_probs", "response_tokens", b"response_tokens", "reward", b"reward", "rewards", b"rewards", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class RewardFailure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
+    reward: _builtins.str
+    """The reward's name, as in Sample.rewards."""
+    message: _builtins.str
+    """Names the reward, the sample and the record, and says what happened."""
+    traceback: _builtins.str
+    """Empty where the function raised nothing."""
+    def __init__(
+        self,
+        *,
+        reward: _builtins.str = ...,
+        message: _builtins.str = ...,
+        traceback: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reward", b"reward", "traceback", b"traceback"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardFailure: _TypeAlias = RewardFailure  # noqa: Y015
 
 @_typing.final
 class SampleGroup(_message.Message):

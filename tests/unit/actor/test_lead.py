@@ -231,6 +231,17 @@ async def test_groups_of_equal_rewards_are_filtered_and_accounted_where_the_conf
         assert sorted(of.watch.prompts("ack")) == [0, 1, 2, 3]
 
 
+async def test_the_report_counts_the_rewards_that_failed_on_samples_with_and_without_an_update(tmp_path: Path) -> None:
+    async with training(tmp_path, algorithm={"filter_zero_std": True}) as of:
+        trained, filtered = scored_group(1), scored_group(2, rewards=(0.0, 0.0))
+        for sample in (trained.samples[0], *filtered.samples):
+            sample.failures.add(reward="grading:score", message="it raised")
+        for group in (scored_group(0), trained, filtered, scored_group(3)):
+            await of.bench.bus.samples.publish(Stage.SCORED, group)
+        of.start()
+        assert (await of.report()).metrics["num_failed_rewards"] == 3
+
+
 REPLACED = {"filter_zero_std": True, "max_extra_prompts": 3}
 
 

@@ -71,6 +71,7 @@ async def test_a_line_has_the_texts_the_rewards_by_name_and_the_fate_of_the_samp
         for prompt in range(4):
             group = scored_group(prompt)
             group.samples[1].rewards.update({"exact": 2.0, "brevity": -1.0})
+            group.samples[1].failures.add(reward="brevity", message="it raised", traceback="where")
             group.samples[1].finish = samples_pb2.FINISH_REASON_LENGTH
             await of.bench.bus.samples.publish(Stage.SCORED, group)
         of.start()
@@ -88,6 +89,7 @@ async def test_a_line_has_the_texts_the_rewards_by_name_and_the_fate_of_the_samp
         "masked": True,
         "reward": 1.0,
         "rewards": {"brevity": -1.0, "exact": 2.0},
+        "failures": {"brevity": "it raised"},
         "advantage": pytest.approx(1.0, abs=1e-5),
         "finish": "length",
         "num_prompt_tokens": 2,

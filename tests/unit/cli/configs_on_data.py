@@ -19,6 +19,9 @@ def on_data(
     text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     (tmp_path / "train.jsonl").write_text(text)
     (tmp_path / "grading.py").write_text("def score(response, level):\n    return 1.0\n\nNUMBER = 3\n")
+    (tmp_path / "failing.py").write_text(
+        "def raises(response):\n    return {}['units']\n\ndef returns(response):\n    return {'score': 1}\n"
+    )
     build_tokenizer(["two", "and", "four"]).save(tmp_path / "words.json")
     return {
         "task": None,

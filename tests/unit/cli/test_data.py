@@ -39,6 +39,27 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "train.jsonl:2: text 'two and five' has a word outside the vocabulary",
     ),
     "an answer that is an object": ([RIGHT | {"answer": {"a": 1}}], {}, "train.jsonl:1: the answer is {'a': 1}"),
+    "an answer that is null": (
+        [RIGHT, RIGHT | {"answer": None}],
+        {},
+        "train.jsonl:2: 'answer' (data.answer_key) is null",
+    ),
+    "an answer that no response can equal": (
+        [RIGHT, RIGHT | {"answer": ["five", "six"]}],
+        {},
+        "train.jsonl:2: no response can equal the answer: text 'five' has a word outside the vocabulary",
+    ),
+    "a reward that raises on the right answer": (
+        [RIGHT],
+        function("failing.py:raises"),
+        "reward failing.py:raises on sample 'four' of the trial before the start (TMP/train.jsonl:1) raised KeyError: "
+        "'units' at TMP/failing.py:2 in raises; mend it to return a finite number for every text, or set rewards.0",
+    ),
+    "a reward that returns an object": (
+        [RIGHT],
+        function("failing.py:returns"),
+        "returned {'score': 1}, which is no number but of type dict",
+    ),
     "no data": ([RIGHT], {"train": "nowhere.jsonl"}, "no data at "),
     "a chat template that is none": ([RIGHT], {"chat_template": "words.json.jinja"}, "words.json.jinja cannot be read"),
     "a tokenizer without a chat template": ([RIGHT], {"chat_template": "tokenizer"}, "the tokenizer has no template"),
@@ -77,7 +98,7 @@ def test_wrong_data_and_rewards_end_with_exit_code_2_and_start_nothing(
     path = small_file(tmp_path, **on_data(tmp_path, rows, **changes))
     assert main(["run", str(path)]) == 2
     said = capfd.readouterr()
-    assert want in said.err
+    assert want.replace("TMP", str(tmp_path)) in said.err
     assert "Traceback" not in said.err
     assert said.out == ""
     assert not (tmp_path / "jobs").exists()
@@ -193,6 +214,15 @@ def test_a_started_job_is_held_to_the_data_that_it_started_with(tmp_path: Path) 
         pytest.raises(CannotStart, match=r"changed are data.checksum \(was \w+, is \w+\)"),
         claim_folder(changed, Start.RESUME, now_unix_s=0.0),
     ):
+        pass
+
+
+def test_a_resumed_job_may_have_another_limit_on_failed_rewards(tmp_path: Path) -> None:
+    job = load_job(loaded(tmp_path, [RIGHT]))
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0):
+        pass
+    other = load_job(loaded(tmp_path, [RIGHT], rewards=[{"name": "exact_match", "max_failed": 0.9}]))
+    with claim_folder(other, Start.RESUME, now_unix_s=0.0):
         pass
 
 

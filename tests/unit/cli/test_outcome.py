@@ -18,6 +18,7 @@ WANT_KEYS = [
     "samples_filtered",
     "duplicates",
     "lost",
+    "failed_rewards",
     "wall_s",
     "timeline",
     "seed",
@@ -32,7 +33,7 @@ def row(iteration: int, reward: float, *, incarnation: int = 1) -> control_pb2.I
         num_generated=8,
         num_trained=6,
         num_filtered=2,
-        metrics={"reward_mean": reward},
+        metrics={"reward_mean": reward, "num_failed_rewards": 3.0},
     )
 
 
@@ -58,7 +59,7 @@ def test_the_summary_adds_up_the_iterations() -> None:
     assert list(summary) == WANT_KEYS
     assert (summary["iterations"], summary["reward_first"], summary["reward_last"]) == (2, 0.25, 0.75)
     assert (summary["samples_generated"], summary["samples_trained"], summary["samples_filtered"]) == (16, 12, 4)
-    assert summary["weights_checksum"] == "abc"
+    assert (summary["failed_rewards"], summary["weights_checksum"]) == (6, "abc")
 
 
 def test_an_iteration_done_again_after_a_restart_counts_once_by_its_later_account() -> None:

@@ -29,7 +29,7 @@ def progress(num_done: int) -> events_pb2.Event:
 
 
 def reported() -> events_pb2.Event:
-    body = events_pb2.IterationReported(metrics={"reward_mean": 0.75, "loss": -0.01})
+    body = events_pb2.IterationReported(metrics={"reward_mean": 0.75, "loss": -0.01, "num_failed_rewards": 5})
     body.trained.num_samples = 8
     return events_pb2.Event(role=types_pb2.ROLE_ACTOR, source="actor@n0", iteration=2, iteration_reported=body)
 
@@ -88,7 +88,7 @@ def test_without_a_terminal_every_line_is_a_json_object() -> None:
     ]
     assert list(lines[0])[:3] == ["time", "level", "event"]
     assert (lines[2]["role"], lines[2]["num_done"], lines[2]["num_tokens"]) == ("rollout", 4, 12.5)
-    assert (lines[3]["reward_mean"], lines[3]["samples_trained"]) == (0.75, 8)
+    assert (lines[3]["reward_mean"], lines[3]["samples_trained"], lines[3]["num_failed_rewards"]) == (0.75, 8, 5)
     assert lines[4]["message"] == "a process ended with status -9"
     assert (lines[5]["source"], lines[5]["target"], lines[5]["gpus"]) == ("tp2-dp2", "tp2", ["n0/1", "n0/0"])
     assert (lines[5]["moved_bytes"], lines[5]["seconds"]) == (640, 0.25)
@@ -101,7 +101,8 @@ def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
     view = make_view(UnfailingStream(stream))
     assert isinstance(view, TerminalView)
     show_all(view)
-    assert "iteration 2: reward 0.750, loss -0.0100, 8 samples trained" in stream.getvalue()
+    want = "iteration 2: reward 0.750, loss -0.0100, 8 samples trained, 5 rewards failed and count as 0"
+    assert want in " ".join(stream.getvalue().split())
     assert "actor resized: tp2-dp2 -> tp2 on n0/1, n0/0, 640 bytes moved in 0.25 s" in " ".join(
         stream.getvalue().split()
     )

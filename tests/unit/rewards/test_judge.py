@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from tests.unit.rewards import graders
 from tidegate.config.sections.data import RewardSection
 from tidegate.data.prompts import DataPrompt
 from tidegate.rewards.answers import exact_match, math_verify, refuse_without_math_verify
-from tidegate.rewards.judge import Judge, PromptResponse, RewardFailed, Score
+from tidegate.rewards.judge import Failure, Judge, PromptResponse, RewardFailed, Score, trial_response
 
-GRADERS = "tests.unit.rewards.graders"
+GRADERS = graders.__name__
 
 
 @asynccontextmanager
@@ -90,15 +92,21 @@ async def test_a_reward_is_the_weighted_sum_of_all() -> None:
 async def test_a_failed_reward_counts_as_0_and_names_reward_sample_and_record() -> None:
     async with judge_of({"name": "exact_match"}, function("misbehaving")) as judge:
         score = await judge.score(answered("raise", answer="raise"))
-    want = f"reward {GRADERS}:misbehaving on sample 1.0.3.2 (train.jsonl:17) raised KeyError: 'no such unit'"
-    assert score == Score(1.0, (1.0, 0.0), (want,))
+    (failure,) = score.failures
+    name, lines = f"{GRADERS}:misbehaving", graders.__file__
+    want = rf"reward {name} on sample 1\.0\.3\.2 \(train\.jsonl:17\) raised KeyError: 'no such unit' at {lines}:\d+ in "
+    assert re.fullmatch(f"{want}misbehaving", failure.message)
+    assert score == Score(1.0, (1.0, 0.0), (Failure(name, failure.message, failure.traceback),))
+    first, *_, last = failure.traceback.splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'no such unit'")
+    assert failure.traceback.count("File ") == 1, "the traceback begins at the user's own line"
 
 
 async def test_a_reward_past_its_time_limit_counts_as_0_and_names_the_sample() -> None:
     async with judge_of(function("misbehaving", timeout_s=0.2)) as judge:
         score = await judge.score(answered("hang"))
     assert score.reward == 0.0
-    assert score.faults[0].endswith("on sample 1.0.3.2 (train.jsonl:17) gave no result within 0.2 s")
+    assert score.failures[0].message.endswith("on sample 1.0.3.2 (train.jsonl:17) gave no result within 0.2 s")
 
 
 @pytest.mark.parametrize(
@@ -131,3 +139,35 @@ async def test_an_answer_that_no_response_can_equal_is_refused_with_its_place() 
         ) as refused:
             await judge.check(prompts)
     assert [line.partition(":")[2][0] for line in str(refused.value).splitlines()] == ["2", "4", "5"]
+
+
+TRIALS: dict[str, tuple[DataPrompt, str]] = {
+    "the answer": (DataPrompt("d:1", "p", "p", "four", {}), "four"),
+    "the first of several answers": (DataPrompt("d:1", "p", "p", [4, "four"], {}), "4"),
+    "a prompt without an answer": (DataPrompt("d:1", "say four", "say four", None, {}), "say four"),
+    "a chat with an answer that is an object": (
+        DataPrompt("d:1", [{"role": "user", "content": "say four"}], "<|user|>say four", {"a": 1}, {}),
+        "say four",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRIALS)
+def test_the_trials_response_is_the_answer_or_the_prompts_last_text(case: str) -> None:
+    prompt, want = TRIALS[case]
+    assert trial_response(prompt) == want
+
+
+async def test_a_reward_that_fails_on_the_trial_is_refused_unless_it_may_fail_on_all_samples() -> None:
+    prompt = DataPrompt("train.jsonl:1", "p", "p", "raise", {})
+    want = (
+        rf"reward {GRADERS}:misbehaving on sample 'raise' of the trial before the start \(train\.jsonl:1\) raised "
+        rf"KeyError: 'no such unit' at {graders.__file__}:\d+ in misbehaving; mend it to return a finite number for "
+        r"every text, or set rewards\.1\.max_failed=1"
+    )
+    async with judge_of({"name": "exact_match"}, function("misbehaving")) as judge:
+        with pytest.raises(ValueError, match=want):
+            await judge.check_on_trial(prompt)
+        await judge.check_on_trial(DataPrompt("train.jsonl:1", "p", "p", "else", {}))
+    async with judge_of(function("misbehaving", max_failed=1)) as judge:
+        await judge.check_on_trial(prompt)

@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from tidegate.config.base import ConfigPath, FileName, Finite, KeyPath, Positive, PositiveFloat, Section
 
 TOKENIZERS_TEMPLATE = "tokenizer"
@@ -53,15 +55,18 @@ class RewardSection(Section):
     name: RewardName
     weight: Finite = 1.0
     path: str = ""
-    """For a function: `package.module:function`."""
+    """For a function: `package.module:function`, or `/path/file.py:function`."""
     import_from: ConfigPath = ""
     """For a function: a folder to import it from besides the installed packages. Empty: the config's folder."""
     timeout_s: PositiveFloat = 10.0
     on_error: OnError = OnError.ZERO
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The largest share of an iteration's samples on which the reward may fail. More end the job; 1 never ends it."""
 
     @property
     def label(self) -> str:
-        return self.path if self.name is RewardName.FUNCTION else self.name.value
+        """A file counts by its name: a folder would be a part of each metric's name."""
+        return self.path.rpartition("/")[2] if self.name is RewardName.FUNCTION else self.name.value
 
 
 def reward_names(rewards: Sequence[RewardSection]) -> tuple[str, ...]:
