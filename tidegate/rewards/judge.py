@@ -125,7 +125,7 @@ class Judge:
         """The value, or a failure that counts as 0. Raises RewardFailed for any other failure."""
         result = await self._result(number, answered)
         if isinstance(result, Failure) and self._rewards[number].on_error is OnError.FATAL:
-            raise RewardFailed("\n".join([f"{result.message}; on_error: zero would count it as 0", result.traceback]))
+            raise RewardFailed(f"{result.message}; on_error: zero would count it as 0\n{result.traceback}".rstrip())
         return result
 
     async def _result(self, number: int, answered: PromptResponse) -> float | Failure:

@@ -9,14 +9,15 @@ import pytest
 
 from services.rollout.failed_rewards import FailedRewards, TooManyFailedRewards
 from tidegate.candidates import Candidates
-from tidegate.config.sections.data import RewardSection
+from tidegate.config.sections.data import RewardName, RewardSection
 from tidegate.v1 import samples_pb2, types_pb2
 
 SCORE = "grading:score"
 
 
-def rewards(**fields: float) -> list[RewardSection]:
-    return [RewardSection(name="exact_match"), RewardSection(name="function", path=SCORE, **fields)]
+def rewards(max_failed: float = 0.5) -> list[RewardSection]:
+    function = RewardSection(name=RewardName.FUNCTION, path=SCORE, max_failed=max_failed)
+    return [RewardSection(name=RewardName.EXACT_MATCH), function]
 
 
 def group(prompt: int, *, failed: Sequence[int] = (), reward: str = SCORE) -> samples_pb2.SampleGroup:
@@ -28,8 +29,8 @@ def group(prompt: int, *, failed: Sequence[int] = (), reward: str = SCORE) -> sa
     return samples_pb2.SampleGroup(prompt=prompt, samples=samples)
 
 
-def counted(candidates: Candidates, *groups: samples_pb2.SampleGroup, **fields: float) -> FailedRewards:
-    failures = FailedRewards(rewards(**fields), candidates, group_size=2)
+def counted(candidates: Candidates, *groups: samples_pb2.SampleGroup, max_failed: float = 0.5) -> FailedRewards:
+    failures = FailedRewards(rewards(max_failed), candidates, group_size=2)
     for each in groups:
         candidates.add(each.prompt, has_spread=not any(sample.failures for sample in each.samples))
         failures.add(each)

@@ -27,7 +27,7 @@ from tests.unit.rollout.fake_engines import (
 )
 from tidegate.candidates import has_spread
 from tidegate.codec import decode_sample_id, fate_of
-from tidegate.config.sections.data import DataSection, RewardSection
+from tidegate.config.sections.data import DataSection, RewardName, RewardSection
 from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
 from tidegate.runtime.lead import rewards_of
 from tidegate.tasks import Demonstration, Prompt, Task
@@ -318,7 +318,7 @@ def on_data(of: RolloutBench, folder: Path, answers: str) -> RolloutLead:
     )
     rows = [{"prompt": "count from 4 :", "answer": letter} for letter in answers]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = RewardSection(name="function", path="grading.py:score", import_from=str(folder), timeout_s=60)
+    reward = RewardSection(name=RewardName.FUNCTION, path="grading.py:score", import_from=str(folder), timeout_s=60)
     data = DataSection(train=str(folder / "train.jsonl"), answer_key="answer", shuffle=False)
     config = of.config.model_copy(update={"task": None, "data": data, "rewards": (reward,)})
     lead = of.new_lead()
