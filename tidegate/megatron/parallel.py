@@ -2,7 +2,7 @@
 
 Order:
 1. Rendezvous: a TCP store, which rank 0 serves on a socket that it gets or binds itself.
-2. The process group.
+2. The process group, on the backend that the ranks' devices decide.
 3. Megatron's groups of the layout.
 
 Invariants:
@@ -25,6 +25,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import TCPStore
 
+from tidegate.elastic.epoch.backends import agreed_backend
 from tidegate.elastic.epoch.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
 from tidegate.types import Layout
 
@@ -39,6 +40,8 @@ class Rendezvous:
     timeout_s: float
     host: str = LOOPBACK
     interface: str = "lo"
+    slot_device: str | None = None
+    """The device that this rank's slot stands for on a CPU; ranks of one name share it. None: it shares none."""
     listen_fd: int | None = None
     """Rank 0's listening socket on (host, port), which the store takes over. None: rank 0 binds its own."""
 
@@ -67,9 +70,17 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
     use_interface(rendezvous.interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    store = _store(rendezvous)
+    backend = agreed_backend(
+        store,
+        device,
+        me=rendezvous.rank,
+        members=range(rendezvous.world_size),
+        slot_device=rendezvous.slot_device,
+    )
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=_store(rendezvous),
+        backend,
+        store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,

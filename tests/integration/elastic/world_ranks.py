@@ -57,11 +57,11 @@ def usage() -> list[int]:
     return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
 
 
-def a_member_dies(context: RankContext, *, victim: int, num_elements: int) -> Results:
+def a_member_dies(context: RankContext, *, victim: int, num_elements: int, slot_device: str | None = None) -> Results:
     """The seconds until the others noticed and until they had left, and the survivors' sum in a new epoch."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
-    world = join(context, store, epoch=1, members=everyone)
+    world = join(context, store, epoch=1, members=everyone, slot_device=slot_device)
     held = world.group(everyone)
     tensor = torch.ones(num_elements)
     world.barrier(everyone)
@@ -77,7 +77,7 @@ def a_member_dies(context: RankContext, *, victim: int, num_elements: int) -> Re
     world.leave(abort=True)
     seconds.append(time.monotonic() - began)
     survivors = tuple(rank for rank in everyone if rank != victim)
-    world = join(context, store, epoch=2, members=survivors)
+    world = join(context, store, epoch=2, members=survivors, slot_device=slot_device)
     total = summed(world, survivors)
     world.leave()
     return {"seconds": np.array(seconds), "total": np.array(total)}
@@ -201,13 +201,13 @@ def meshes_in_turns(
     return {"seconds": np.array(seconds), "used": np.array(used)}
 
 
-def epochs(context: RankContext, *, num_epochs: int) -> Results:
+def epochs(context: RankContext, *, num_epochs: int, slot_device: str | None = None) -> Results:
     """Descriptors and threads after each epoch. Every third epoch ends by an abort, with its groups referenced."""
     store = open_store(context)
     everyone = tuple(range(context.world_size))
     used = []
     for epoch in range(num_epochs):
-        world = join(context, store, epoch=epoch, members=everyone)
+        world = join(context, store, epoch=epoch, members=everyone, slot_device=slot_device)
         held = megatron_groups(world, mesh_of({"tp": 2, "pp": 1, "dp": 1, "cp": 1, "ep": 1}, [1, 0]))
         assert summed(world, everyone) == sum(everyone)
         world.leave(abort=epoch % 3 == 0)

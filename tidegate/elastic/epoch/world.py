@@ -3,7 +3,8 @@
 - A membership is an epoch's number and the ids of its members. torch's rank is the index among them.
 - Every key in the store begins with the epoch, so that an epoch never reads an older one's keys. Epoch numbers are
   never reused.
-- Groups are cached by their ordered tuple of members (one backend per world). Roles with the same tuple share a group,
+- All groups of a world have one backend, which the members' devices decide (`backends`).
+- Groups are cached by their ordered tuple of members. Roles with the same tuple share a group,
   in every layout.
 - Only the members of a group make it, and making it waits for all of them. `prepare` makes groups in one order that all
   ranks share, so that some group can always be completed.
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from tidegate.elastic.epoch.backends import Backend, agreed_backend
 from tidegate.elastic.epoch.connections import listening, shut
 from tidegate.elastic.epoch.epoch_store import EpochStore
 from tidegate.elastic.epoch.rendezvous import use_interface
@@ -106,6 +108,7 @@ class World:
         me: int,
         store: Store,
         device: torch.device,
+        slot_device: str | None,
         timeout_s: float,
         max_groups: int,
     ) -> None:
@@ -115,7 +118,8 @@ class World:
         self._epoch_store = EpochStore(store, membership.epoch, timeout_s=timeout_s)
         self.store = PrefixStore(epoch_prefix(membership.epoch), self._epoch_store)
         self.device = device
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.backend = Backend.GLOO
+        self._slot_device = slot_device
         self._timeout = timedelta(seconds=timeout_s)
         self._max_groups = max_groups
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -131,14 +135,26 @@ class World:
         me: int,
         store: Store,
         device: torch.device,
+        slot_device: str | None = None,
         timeout_s: float,
         interface: str = "lo",
         max_groups: int = MAX_GROUPS,
     ) -> World:
-        """Meet all members. Raises PeerLost when one does not come in time; the process may then join a later epoch."""
+        """Meet all members. Raises PeerLost when one does not come in time; the process may then join a later epoch.
+
+        On a CPU, members with the same `slot_device` share a device; None: this member shares none.
+        """
         if me not in membership.members:
             raise ValueError(f"member {me} cannot join epoch {membership.epoch}: its members are {membership.members}")
-        world = cls(membership, me=me, store=store, device=device, timeout_s=timeout_s, max_groups=max_groups)
+        world = cls(
+            membership,
+            me=me,
+            store=store,
+            device=device,
+            slot_device=slot_device,
+            timeout_s=timeout_s,
+            max_groups=max_groups,
+        )
         use_interface(interface)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -198,7 +214,7 @@ class World:
             abort = True
             raise
         finally:
-            if abort and self.backend == "nccl":
+            if abort and self.backend is Backend.NCCL:
                 c10d._abort_process_group()
             for members in list(self._addresses):
                 self._disconnect(members)
@@ -208,11 +224,14 @@ class World:
 
     def _meet(self) -> None:
         members = self.membership.members
-        before = listening()
         # torch wraps the hook at every start and never unwraps it.
         hook = sys.excepthook
         try:
             with peers_needed(f"member {self.me} joining epoch {self.membership.epoch} of members {members}"):
+                self.backend = agreed_backend(
+                    self.store, self.device, me=self.me, members=members, slot_device=self._slot_device
+                )
+                before = listening()
                 dist.init_process_group(
                     self.backend,
                     store=self.store,
