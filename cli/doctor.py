@@ -13,14 +13,17 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from tidegate.config.sections.job import RuntimeSection
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
+from tidegate.types import Role
 
 _PACKAGES = ("torch", "megatron-core", "grpcio", "nats-py", "redis", "tokenizers", "pydantic", "rich")
 _LEAST_MEMORY_BYTES = 256 * 2**20
@@ -28,6 +31,8 @@ _LEAST_MEMORY_BYTES = 256 * 2**20
 _LEAST_PYTHON = (3, 11)
 _LEAST_FILES = 1024
 _LEAST_CORES = 2
+_LEAST_GPUS = len(Role)
+"""Each component of a job has a slot or more."""
 _VERSION_TIMEOUT_S = 10.0
 
 
@@ -53,6 +58,7 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
         _python,
         _platform,
         *(lambda name=name: _package(name) for name in _PACKAGES),
+        _gpus,
         lambda: _server(NATS),
         lambda: _server(VALKEY),
         lambda: host_memory(host_memory_root),
@@ -62,6 +68,20 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
         _threads,
     ]
     return [check() for check in checks]
+
+
+def gpus(devices: Sequence[str]) -> Finding:
+    """Checks the CUDA devices, which are given by description. None at all is fine: jobs then run on CPU slots."""
+    if not devices:
+        return Finding("GPUs", Health.OK, "none that torch can use: jobs run on CPU slots")
+    found = f"{len(devices)}: {', '.join(sorted(set(devices)))}"
+    if len(devices) < _LEAST_GPUS:
+        remedy = (
+            f"set cluster.slots_per_gpu so that they make {_LEAST_GPUS} slots or more; slots that share a GPU are for "
+            "trials, not for speed"
+        )
+        return Finding("GPUs", Health.WARN, found, remedy)
+    return Finding("GPUs", Health.OK, found)
 
 
 def host_memory(root: Path) -> Finding:
@@ -131,6 +151,11 @@ def _server(kind: ServerKind) -> Finding:
     except (OSError, subprocess.SubprocessError) as error:
         return Finding(check, Health.BAD, f"does not run: {error}", f"reinstall {kind.package} for this machine")
     return Finding(check, Health.OK, answer.stdout.strip().splitlines()[0])
+
+
+def _gpus() -> Finding:
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return gpus([f"{each.name} of {each.total_memory / 2**30:.0f} GiB" for each in properties])
 
 
 def _open_files() -> Finding:

@@ -17,7 +17,7 @@ from typing import NewType
 JobId = NewType("JobId", str)
 NodeId = NewType("NodeId", str)
 GpuId = NewType("GpuId", str)
-"""`<node>/<index>`: one device slot; on a CPU node a process."""
+"""`<node>/<index>`: one device slot, which may be a part of a device; on a CPU node a process."""
 InstanceId = NewType("InstanceId", str)
 """`<role>@<node>`: one running service of a role on a node."""
 TransitionId = NewType("TransitionId", str)
@@ -166,7 +166,7 @@ def node_of(gpu: GpuId) -> NodeId:
 
 
 def gpu_index(gpu: GpuId) -> int:
-    """The GPU's number on its node, as the node's CUDA counts."""
+    """The slot's number on its node. `device_slots` says which device that is."""
     return int(gpu.rsplit("/", 1)[1])
 
 

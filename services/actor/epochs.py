@@ -11,11 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tidegate.elastic.epoch.rendezvous import connect_store, serve_store
 from tidegate.elastic.epoch.world import Membership, World, peers_needed
+from tidegate.megatron.worker_rank import SlotPlace
 from tidegate.runtime.worker import CallRefused, WorkerChannel
 from tidegate.v1 import workers_pb2 as wire
 
@@ -34,8 +34,8 @@ class Epochs:
             raise CallRefused(f"this worker is in no epoch ({self._reason_for_none}): send JoinWorld to all first")
         return self._world
 
-    def enter(self, wired: wire.JoinWorld, device: torch.device) -> World:
-        """Leave the present epoch and join this one.
+    def enter(self, wired: wire.JoinWorld, place: SlotPlace) -> World:
+        """Leave the present epoch and join this one, with tensors on the place's device.
 
         Raises PeerLost when a member does not come or nobody serves the store. Raises CallRefused for an epoch that is
         not later than the present one."""
@@ -48,7 +48,12 @@ class Epochs:
         with peers_needed(f"reaching the store of epoch {wired.epoch}"):
             store = self._serve(seat) if seat.rank == 0 else _connected(seat)
         self._world = World.join(
-            membership, me=membership.members[seat.rank], store=store, device=device, timeout_s=seat.timeout_s
+            membership,
+            me=membership.members[seat.rank],
+            store=store,
+            device=place.device,
+            slot_device=place.slot_device,
+            timeout_s=seat.timeout_s,
         )
         return self._world
 

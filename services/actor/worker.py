@@ -49,7 +49,7 @@ from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.family import model_parameters
-from tidegate.megatron.worker_rank import slot_device
+from tidegate.megatron.worker_rank import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import Role, node_of
 from tidegate.v1 import types_pb2
@@ -120,9 +120,9 @@ class TrainerWorker:
     def _join(self, call: wire.WorkerCall) -> Answer:
         joined = call.join_world
         job = self._job or load_job(JobConfig.from_json(joined.config_json))
-        device = slot_device(job, self._channel)
+        place = take_slot(job.config.cluster, self._channel.grant.gpu)
         with self._peers(f"epoch {joined.epoch}"):
-            world = self._epochs.enter(joined, device)
+            world = self._epochs.enter(joined, place)
             # A reshard that was prepared in an epoch ends with that epoch.
             self._open = None
             if self._trainer is not None:

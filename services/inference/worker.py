@@ -18,7 +18,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.worker_rank import join_world, slot_device
+from tidegate.megatron.worker_rank import join_world, take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -49,8 +49,8 @@ class ScorerWorker:
             raise CallRefused("the scorer is started already")
         start = call.start_scorer
         job = load_job(JobConfig.from_json(start.config_json))
-        device = slot_device(job, self._channel)
-        ranks = join_world(start.rendezvous, start.layout, self._channel, device=device, seed=job.config.seed)
+        place = take_slot(job.config.cluster, self._channel.grant.gpu)
+        ranks = join_world(start.rendezvous, start.layout, self._channel, place=place, seed=job.config.seed)
         settings = ScorerSettings(
             model=job.model,
             padded_vocab=job.padded_vocab,
@@ -58,7 +58,7 @@ class ScorerWorker:
             limits=BatchLimits(max_tokens=job.config.inference.max_tokens_per_microbatch),
             precision=job.config.actor.precision,
         )
-        self._scorer = MegatronScorer(settings, ranks, device)
+        self._scorer = MegatronScorer(settings, ranks, place.device)
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
 
     def _load(self, call: wire.WorkerCall) -> Answer:

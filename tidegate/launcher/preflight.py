@@ -1,4 +1,6 @@
-"""The checks before a job starts: its servers answer, its name is free there, its engine is installed, its weights fit.
+"""The checks before a job starts.
+
+Its devices are there, its servers answer, its name is free there, its engine is installed, its weights fit.
 
 Invariants:
 - A check writes nothing. [test_preflight: check_of_free_servers_writes_nothing]
@@ -11,8 +13,11 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
+import torch
+
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.config.checks.job import devices_fault
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
@@ -25,6 +30,12 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackag
 from tidegate.types import JobId
 
 ANSWER_TIMEOUT_S = 3.0
+
+
+def check_devices(config: JobConfig) -> None:
+    """CannotStart when this machine has fewer CUDA devices than the job's slots need."""
+    if fault := devices_fault(config.cluster, torch.cuda.device_count()):
+        raise CannotStart(fault)
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

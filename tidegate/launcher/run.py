@@ -47,7 +47,7 @@ from tidegate.launcher.claim import (
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, iteration_seconds
-from tidegate.launcher.preflight import check_engine, check_servers, check_weights
+from tidegate.launcher.preflight import check_devices, check_engine, check_servers, check_weights
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
@@ -112,6 +112,7 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
 async def _checked(request: RunRequest) -> Job:
     if fault := moving_fault(request.config.scheduler):
         raise ConfigError(fault)
+    check_devices(request.config)
     job = load_job(request.config)
     refuse_running(JobFolder.of(request.config))
     if faults := tracking_faults(request.config.tracking):

@@ -54,6 +54,11 @@ _LOOK_AGAIN_S = 0.1
 _ANSWER_TIMEOUT_S = 10.0
 _HANG_UP_TO_DEATH_S = 1.0
 _LOG_TAIL_BYTES = 2000
+_STATIC_SHARE = 0.8
+"""The part of a shared slot's memory that holds weights and KV cache. The rest is for activations and CUDA's context.
+
+SGLang's defaults for a whole GPU are near it. With more, a full slot makes another one run out of memory. Nobody has
+measured it here."""
 _PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"})
 """The variables that would bring this process's Python environment into SGLang's."""
 
@@ -66,6 +71,7 @@ class ServerSettings:
     - folder: the server's config and log.
     - scratch: its sockets while it runs. A short path: the kernel allows 107 bytes for a socket's path.
     - gpu_index: the index of its GPU, on CUDA.
+    - num_sharing: the slots that share this GPU.
     """
 
     python: Path
@@ -77,6 +83,7 @@ class ServerSettings:
     dtype: str
     max_running_requests: int
     start_timeout_s: float
+    num_sharing: int = 1
 
 
 class SglangServer:
@@ -237,6 +244,9 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
             # Draws by seed. Only attention on CUDA supports it.
             "enable-deterministic-inference": True,
         }
+        if settings.num_sharing > 1:
+            # Without it, a server takes nearly all memory that is free when it starts.
+            options["mem-fraction-static"] = round(_STATIC_SHARE / settings.num_sharing, 3)
     return options
 
 

@@ -11,8 +11,9 @@ import psutil
 from services.rollout.engine import StartedEngine
 from services.rollout.sglang.engine import SglangEngine
 from services.rollout.sglang.server import ServerSettings
+from tidegate.device_slots import slot_device
 from tidegate.job import Job, JobFolder, engine_scratch
-from tidegate.types import GpuId, gpu_index
+from tidegate.types import GpuId
 
 ENGINE_LOST_STATUS = 71
 """Exit status of a worker whose engine's server died."""
@@ -21,13 +22,16 @@ ENGINE_LOST_STATUS = 71
 def start_sglang(job: Job, gpu: GpuId) -> StartedEngine:
     """Raises EngineFailed."""
     rollout, own_bytes = job.config.rollout, psutil.Process().memory_info().rss
+    cluster = job.config.cluster
+    slot = slot_device(gpu, kind=cluster.device, slots_per_gpu=cluster.slots_per_gpu)
     settings = ServerSettings(
         python=Path(rollout.sglang.python),
         folder=JobFolder.of(job.config).engine(gpu),
         scratch=engine_scratch(job.config, gpu),
         model=job.model,
-        device=job.config.cluster.device,
-        gpu_index=gpu_index(gpu),
+        device=slot.kind,
+        gpu_index=slot.index,
+        num_sharing=slot.num_sharing,
         dtype=rollout.sglang.dtype,
         max_running_requests=rollout.max_running_requests,
         start_timeout_s=rollout.sglang.start_timeout_s,

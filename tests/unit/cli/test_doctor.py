@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.doctor import Health, disk, examine
+import pytest
+
+from cli.doctor import Health, disk, examine, gpus
 
 MORE_THAN_ANY_DISK = 2**80
 
@@ -24,3 +26,22 @@ def test_enough_disk_needs_no_remedy(tmp_path: Path) -> None:
 def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     checks = [finding.check for finding in examine(output_dir=tmp_path / "elsewhere")]
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
+
+
+@pytest.mark.parametrize(
+    ("devices", "want", "want_found"),
+    [
+        ([], Health.OK, "none that torch can use: jobs run on CPU slots"),
+        (["H200 of 140 GiB"], Health.WARN, "1: H200 of 140 GiB"),
+        (["H200 of 140 GiB"] * 2, Health.WARN, "2: H200 of 140 GiB"),
+        (["H200 of 140 GiB"] * 3, Health.OK, "3: H200 of 140 GiB"),
+    ],
+    ids=["none", "one", "too few for a job's components", "one for each component"],
+)
+def test_fewer_gpus_than_components_give_a_warning_that_shared_ones_are_for_trials(
+    devices: list[str], want: Health, want_found: str
+) -> None:
+    found = gpus(devices)
+    assert (found.health, found.found) == (want, want_found)
+    assert ("set cluster.slots_per_gpu" in found.remedy) == (want is Health.WARN)
+    assert found.remedy.endswith("for trials, not for speed") == (want is Health.WARN)

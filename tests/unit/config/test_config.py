@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tidegate.config.checks.job import devices_fault
 from tidegate.config.files import load_config
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.types import Layout, Role
@@ -368,6 +369,53 @@ def test_an_engine_that_takes_no_seeds_is_a_warning_that_names_one_that_does() -
 def test_gpus_that_no_component_uses_are_a_warning() -> None:
     (warning,) = parse_config(_with("cluster.nodes", {"n0": 3, "n1": 4})).warnings()
     assert "leaves 2 of 7 GPUs to no component: 5 (n1/2), 6 (n1/3);" in warning
+
+
+def test_slots_that_share_a_device_are_a_warning_that_this_is_for_trials() -> None:
+    (warning,) = parse_config(_with("cluster.slots_per_gpu", 3)).warnings()
+    assert warning.startswith("cluster.slots_per_gpu=3: up to 3 slots share a device and its memory")
+    assert warning.endswith("this is for trials, not for speed")
+    assert parse_config(_with("cluster.slots_per_gpu", 1)).warnings() == ()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many"])
+def test_a_device_has_a_whole_number_of_slots_and_at_least_one(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^cluster.slots_per_gpu=.*: Input should be"):
+        parse_config(_with("cluster.slots_per_gpu", value))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_found", "want"),
+    [
+        ({"device": "cpu"}, 0, None),
+        ({}, 0, "cluster.device=cuda, and torch finds no CUDA device on this machine: set it to cpu, or see"),
+        ({}, 3, None),
+        ({"nodes": {"n0": 8}}, 1, "cluster.nodes: n0 has 8 slots, which with cluster.slots_per_gpu=1 need 8 CUDA"),
+        ({"nodes": {"n0": 8}}, 1, "or set cluster.slots_per_gpu=8 for a trial in which slots share a device"),
+        ({"nodes": {"n0": 8}}, 3, "and torch finds 3: name fewer slots, or set cluster.slots_per_gpu=3 for a trial"),
+        ({"nodes": {"n0": 8}, "slots_per_gpu": 3}, 3, None),
+        ({"nodes": {"n0": 8}, "slots_per_gpu": 8}, 1, None),
+        ({"nodes": {"n0": 8}, "slots_per_gpu": 4}, 1, "with cluster.slots_per_gpu=4 need 2 CUDA devices"),
+    ],
+    ids=[
+        "CPU slots need none",
+        "CUDA needs one",
+        "one for each slot",
+        "too few",
+        "the remedy for one",
+        "the remedy for three",
+        "the remedy works",
+        "all slots on one",
+        "slots for two",
+    ],
+)
+def test_a_job_starts_only_on_devices_that_its_slots_fit(
+    cluster: dict[str, Any], num_found: int, want: str | None
+) -> None:
+    raw = copy.deepcopy(VALID)
+    raw["cluster"] |= {"device": "cuda"} | cluster
+    fault = devices_fault(parse_config(raw).cluster, num_found)
+    assert fault == want or (want is not None and fault is not None and want in fault)
 
 
 def test_the_example_config_has_no_warnings() -> None:

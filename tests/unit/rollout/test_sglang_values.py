@@ -53,7 +53,7 @@ def reply(**changes: Any) -> dict[str, Any]:
     return {"output_ids": [4, 5, 6], "meta_info": meta | changes}
 
 
-def settings_of(*, device: str = "cpu", gpu_index: int = 0) -> ServerSettings:
+def settings_of(*, device: str = "cpu", gpu_index: int = 0, num_sharing: int = 1) -> ServerSettings:
     return ServerSettings(
         python=Path("python"),
         folder=Path("folder"),
@@ -64,6 +64,7 @@ def settings_of(*, device: str = "cpu", gpu_index: int = 0) -> ServerSettings:
         dtype="bfloat16",
         max_running_requests=3,
         start_timeout_s=60.0,
+        num_sharing=num_sharing,
     )
 
 
@@ -256,6 +257,15 @@ def test_on_cuda_a_server_takes_its_own_slots_gpu_and_draws_by_seed() -> None:
     assert {key: options[key] for key in want} == want
     assert "max-total-tokens" not in options
     assert "base-gpu-id" not in server_options(settings_of(), Path("model"), SglangClient(4321, "secret"))
+
+
+def test_servers_that_share_a_gpu_share_its_memory() -> None:
+    alone, shared = (
+        server_options(settings_of(device="cuda", num_sharing=count), Path("model"), SglangClient(4321, "secret"))
+        for count in (1, 4)
+    )
+    assert "mem-fraction-static" not in alone
+    assert shared["mem-fraction-static"] == 0.2
 
 
 def test_a_servers_ranks_meet_at_a_file_and_its_sockets_are_in_its_scratch_folder() -> None:

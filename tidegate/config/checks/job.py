@@ -11,7 +11,8 @@ from tidegate.config.checks.lr import lr_warnings
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.gpu_lists import gpu_indices, list_fault
 from tidegate.config.schedule import samples_per_update
-from tidegate.config.sections.job import JobSections
+from tidegate.config.sections.job import ClusterSection, JobSections
+from tidegate.device_slots import num_devices
 from tidegate.layout_rules import replicas_fault
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
@@ -182,6 +183,25 @@ def rollout_faults(config: JobSections) -> list[str]:
     return kind_of(rollout).faults(max_running_requests=rollout.max_running_requests, command_deadline_s=deadline_s)
 
 
+def devices_fault(cluster: ClusterSection, num_found: int) -> str | None:
+    """The fault of a cluster whose nodes are on a machine with `num_found` CUDA devices. None: it fits."""
+    if cluster.device == "cpu":
+        return None
+    if num_found == 0:
+        return (
+            "cluster.device=cuda, and torch finds no CUDA device on this machine: set it to cpu, or see `tidegate "
+            "doctor`"
+        )
+    for node, num_slots in cluster.nodes.items():
+        if (needed := num_devices(num_slots, slots_per_gpu=cluster.slots_per_gpu)) > num_found:
+            return (
+                f"cluster.nodes: {node} has {num_slots} slots, which with cluster.slots_per_gpu="
+                f"{cluster.slots_per_gpu} need {needed} CUDA devices, and torch finds {num_found}: name fewer slots, "
+                f"or set cluster.slots_per_gpu={-(-num_slots // num_found)} for a trial in which slots share a device"
+            )
+    return None
+
+
 def config_warnings(config: JobSections) -> tuple[str, ...]:
     """Settings that are legal but rarely intended. The config must be without fault."""
     warnings = lr_warnings(config)
@@ -204,6 +224,11 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
             f"some reward; {remedy}name a checkpoint by model.path"
         )
     warnings += kind_of(config.rollout).warnings(device=config.cluster.device)
+    if (num_sharing := config.cluster.slots_per_gpu) > 1:
+        warnings.append(
+            f"cluster.slots_per_gpu={num_sharing}: up to {num_sharing} slots share a device and its memory, and ranks "
+            "on one device exchange tensors through host memory: this is for trials, not for speed"
+        )
     if idle := _unused_gpus(config):
         warnings.append(
             f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "

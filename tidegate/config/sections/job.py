@@ -20,6 +20,7 @@ from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.config.sections.lr import LrScheduleSection
 from tidegate.config.sections.record import SamplesSection, TrackingSection
 from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.device_slots import DeviceKind
 from tidegate.megatron.packing import PAD_MULTIPLE
 from tidegate.model_config import ModelConfig
 from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
@@ -56,7 +57,9 @@ class ClusterSection(_Section):
     """Nodes in order, with their numbers of GPU slots. On `cpu` a slot is a process."""
 
     nodes: Nodes
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
+    slots_per_gpu: Positive = 1
+    """The most slots that share one device. The first slots of a node share its device 0."""
     component_placement: PlacementSection
 
     def gpus(self) -> tuple[GpuId, ...]:
