@@ -11,7 +11,7 @@ from tidegate.model_config import Llama3Scaling, ModelConfig
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """[head_dim / 2] in fp32 on the CPU: radians per position, for each pair of a head's elements."""
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else _scaled(frequencies, config.rope_scaling)
 

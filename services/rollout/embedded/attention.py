@@ -9,6 +9,8 @@ Shapes: B independent rows, Q queries a KV group, D head_dim, T tokens a block, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tidegate.model_config import ModelConfig
@@ -22,11 +24,10 @@ class KvCache:
 
     They are zero where nothing was written."""
 
-    def __init__(self, config: ModelConfig, *, num_slots: int) -> None:
-        num_blocks = num_blocks_for(config.max_seq_len)
-        shape = (config.num_layers, num_slots, config.num_kv_heads, num_blocks * BLOCK_TOKENS, config.head_dim)
-        self.keys = torch.zeros(shape)
-        self.values = torch.zeros(shape)
+    def __init__(self, config: ModelConfig, *, num_slots: int, device: torch.device) -> None:
+        shape = _cache_shape(config, num_slots)
+        self.keys = torch.zeros(shape, device=device)
+        self.values = torch.zeros(shape, device=device)
 
     def clear(self, slot: int) -> None:
         """Zero a slot. Old values of a former sequence could be NaN, and a weight of zero would not hide them."""
@@ -40,13 +41,24 @@ class KvCache:
         self.values[layer][slots, :, positions] = v_NGD
 
 
+def cache_bytes(config: ModelConfig, *, num_slots: int) -> int:
+    """The memory of a cache of this size."""
+    return 2 * math.prod(_cache_shape(config, num_slots)) * torch.float32.itemsize
+
+
+def _cache_shape(config: ModelConfig, num_slots: int) -> tuple[int, ...]:
+    num_blocks = num_blocks_for(config.max_seq_len)
+    return (config.num_layers, num_slots, config.num_kv_heads, num_blocks * BLOCK_TOKENS, config.head_dim)
+
+
 def num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def hidden_keys(lengths_B: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """A mask [J, B, 1, T], true where a key is at or past the row's length."""
-    positions_JT = torch.arange(num_blocks * BLOCK_TOKENS).view(num_blocks, 1, 1, BLOCK_TOKENS)
+    positions_JT = torch.arange(num_blocks * BLOCK_TOKENS, device=lengths_B.device)
+    positions_JT = positions_JT.view(num_blocks, 1, 1, BLOCK_TOKENS)
     return positions_JT >= lengths_B.view(1, -1, 1, 1)
 
 
@@ -56,7 +68,7 @@ def attend(
     """Softmax attention of scaled queries. Each row must see at least one key."""
     num_blocks = hidden_JB1T.shape[0]
     blocks = [slice(j * BLOCK_TOKENS, (j + 1) * BLOCK_TOKENS) for j in range(num_blocks)]
-    scores_JBQT = torch.empty(num_blocks, *q_BQD.shape[:2], BLOCK_TOKENS)
+    scores_JBQT = torch.empty(num_blocks, *q_BQD.shape[:2], BLOCK_TOKENS, device=q_BQD.device)
     for j, block in enumerate(blocks):
         torch.bmm(q_BQD, keys_BSD[:, block].transpose(1, 2), out=scores_JBQT[j])
     scores_JBQT.masked_fill_(hidden_JB1T, float("-inf"))

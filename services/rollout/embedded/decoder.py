@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from services.rollout.embedded.attention import KvCache
 from services.rollout.embedded.rows import DecodeRows, PrefillRows, Rows, Segment
-from services.rollout.embedded.weights import DecoderWeights, FeedForwardWeights, LayerWeights
+from services.rollout.embedded.weights import CPU, DecoderWeights, FeedForwardWeights, LayerWeights
 from tidegate.megatron.rope import inverse_frequencies
 from tidegate.model_config import ModelConfig
 
@@ -38,18 +38,19 @@ class RowCounts:
 
 
 class Decoder:
-    """A model's computation. Callers pass the weights and a cache from `new_cache`."""
+    """A model's computation on `device`. Callers pass weights on that device and a cache from `new_cache`."""
 
-    def __init__(self, config: ModelConfig, row_counts: RowCounts) -> None:
+    def __init__(self, config: ModelConfig, row_counts: RowCounts, device: torch.device = CPU) -> None:
         self._config = config
+        self._device = device
         self.row_counts = row_counts
-        positions_S = torch.arange(config.max_seq_len).float()
+        positions_S = torch.arange(config.max_seq_len, device=CPU).float()
         angles_SD = torch.outer(positions_S, inverse_frequencies(config)).repeat(1, 2)
-        self._cos_SD, self._sin_SD = angles_SD.cos(), angles_SD.sin()
+        self._cos_SD, self._sin_SD = angles_SD.cos().to(device), angles_SD.sin().to(device)
 
     def new_cache(self, num_slots: int) -> KvCache:
         """A cache with a slot for every row that a decode of up to `num_slots` slots computes."""
-        return KvCache(self._config, num_slots=self.row_counts.at_least(num_slots))
+        return KvCache(self._config, num_slots=self.row_counts.at_least(num_slots), device=self._device)
 
     @torch.inference_mode()
     def prefill(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""The embedded engine: the `Engine` protocol in this process, on a CPU, in fp32.
+"""The embedded engine: the `Engine` protocol in this process, on one device, in fp32.
 
 A step either runs the tokens of newly admitted sequences, or one token of each running sequence. Then it draws a token
 for each. Steps happen only inside `poll`, so a pause, an abort or a weight update is always between two tokens.
 
-The invariants hold across processes with the same library builds, processor features and number of torch threads. A
+The invariants hold across processes with the same library builds, kind of device and number of torch threads. A
 weight update in place is the exception that the protocol allows, because old keys and values stay.
 
 Invariants:
@@ -26,7 +26,7 @@ from services.rollout.embedded.decoder import Decoder
 from services.rollout.embedded.probe import probe_row_counts
 from services.rollout.embedded.rows import Segment
 from services.rollout.embedded.sampler import Draw, draw_tokens
-from services.rollout.embedded.weights import DecoderWeights, load_weights, tensor_checksum
+from services.rollout.embedded.weights import CPU, DecoderWeights, load_weights, tensor_checksum
 from services.rollout.engine import (
     EngineFeatures,
     EngineLoad,
@@ -48,16 +48,18 @@ class EmbeddedEngine:
         config: ModelConfig,
         *,
         max_running_requests: int = 32,
+        device: torch.device = CPU,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        row_counts = probe_row_counts(config)
+        row_counts = probe_row_counts(config, device)
         if not 1 <= max_running_requests <= row_counts.largest:
             raise ValueError(
                 f"max_running_requests={max_running_requests} must be in [1, {row_counts.largest}], "
                 f"the most rows that this machine computes reproducibly"
             )
         self._config = config
-        self._decoder = Decoder(config, row_counts)
+        self._device = device
+        self._decoder = Decoder(config, row_counts, device)
         self._batch = Batch(num_slots=max_running_requests)
         self._clock = clock
         self._cache: KvCache | None = self._decoder.new_cache(max_running_requests)
@@ -123,7 +125,7 @@ class EmbeddedEngine:
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._cache is None:
             raise EngineNotReady(f"the engine sleeps and cannot take weights version {version}: wake it first")
-        self._weights = load_weights(self._config, version=version, tensors=tensors)
+        self._weights = load_weights(self._config, version=version, tensors=tensors, device=self._device)
 
     @property
     def version(self) -> int | None:

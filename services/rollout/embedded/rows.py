@@ -43,11 +43,12 @@ class DecodeRows:
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
         self._cache = cache
-        self._slots_N = torch.tensor([segment.slot for segment in segments])
-        self._positions_N = torch.tensor([segment.start for segment in segments])
-        self.tokens_R = torch.zeros(num_rows, dtype=torch.long)
-        self.tokens_R[self._slots_N] = torch.tensor([segment.tokens[0] for segment in segments])
-        self.positions_R = torch.zeros(num_rows, dtype=torch.long)
+        device = cache.keys.device
+        self._slots_N = torch.tensor([segment.slot for segment in segments], device=device)
+        self._positions_N = torch.tensor([segment.start for segment in segments], device=device)
+        self.tokens_R = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.tokens_R[self._slots_N] = torch.tensor([segment.tokens[0] for segment in segments], device=device)
+        self.positions_R = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.positions_R[self._slots_N] = self._positions_N
         self._num_blocks = num_blocks_for(max(segment.start for segment in segments) + 1)
         num_groups = cache.keys.shape[2]
@@ -68,6 +69,7 @@ class PrefillRows:
 
     def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
         self._cache = cache
+        device = cache.keys.device
         self._spans: list[tuple[int, slice, torch.Tensor]] = []
         tokens: list[int] = []
         slots: list[int] = []
@@ -75,15 +77,15 @@ class PrefillRows:
         for segment in segments:
             end = segment.start + len(segment.tokens)
             rows = slice(len(tokens), len(tokens) + len(segment.tokens))
-            lengths_B = torch.arange(segment.start + 1, end + 1)
+            lengths_B = torch.arange(segment.start + 1, end + 1, device=device)
             self._spans.append((segment.slot, rows, hidden_keys(lengths_B, num_blocks_for(end))))
             tokens += segment.tokens
             slots += [segment.slot] * len(segment.tokens)
             positions += range(segment.start, end)
         padding = [0] * (num_rows - len(tokens))
-        self.tokens_R = torch.tensor(tokens + padding)
-        self.positions_R = torch.tensor(positions + padding)
-        self._slots_N = torch.tensor(slots)
+        self.tokens_R = torch.tensor(tokens + padding, device=device)
+        self.positions_R = torch.tensor(positions + padding, device=device)
+        self._slots_N = torch.tensor(slots, device=device)
 
     def attend(self, layer: int, *, q_RGQD: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> torch.Tensor:
         num_tokens = len(self._slots_N)

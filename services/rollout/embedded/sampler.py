@@ -40,10 +40,11 @@ class Draw:
 @torch.inference_mode()
 def draw_tokens(logits_NV: torch.Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
     """A token and its log-probability for each row."""
-    temperatures = [draw.sampling.temperature or 1.0 for draw in draws]
-    log_probs_NV = (logits_NV / torch.tensor(temperatures).unsqueeze(1)).log_softmax(dim=-1)
-    greedy = torch.tensor([draw.sampling.temperature == 0 for draw in draws])
-    tokens_N = torch.where(greedy, logits_NV.argmax(dim=-1), _invert(log_probs_NV, draws))
+    device = logits_NV.device
+    temperatures_N = torch.tensor([draw.sampling.temperature or 1.0 for draw in draws], device=device)
+    log_probs_NV = (logits_NV / temperatures_N.unsqueeze(1)).log_softmax(dim=-1)
+    greedy_N = torch.tensor([draw.sampling.temperature == 0 for draw in draws], device=device)
+    tokens_N = torch.where(greedy_N, logits_NV.argmax(dim=-1), _invert(log_probs_NV, draws))
     chosen_N = log_probs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
     return tokens_N.tolist(), chosen_N.tolist()
 
@@ -56,7 +57,8 @@ def _invert(log_probs_NV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     cumulative_NV = probs_NV.cumsum(dim=-1)
     seeds = np.array([draw.sampling.seed for draw in draws], dtype=np.uint64)
     positions = np.array([draw.position for draw in draws], dtype=np.uint64)
-    targets_N = torch.from_numpy(uniforms(seeds, positions)) * cumulative_NV[:, -1]
+    uniforms_N = torch.from_numpy(uniforms(seeds, positions)).to(probs_NV.device)
+    targets_N = uniforms_N * cumulative_NV[:, -1]
     # Clamp for logits of NaN, where no comparison is true: the trainer's guard reports them.
     return (cumulative_NV <= targets_N.unsqueeze(1)).sum(dim=-1).clamp(max=probs_NV.shape[1] - 1)
 

@@ -23,6 +23,8 @@ from services.rollout.full_weights import full_weights
 from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, OUTPUT, expert_prefix, layer_name
 from tidegate.model_config import ModelConfig
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardWeights:
@@ -59,26 +61,30 @@ class DecoderWeights:
     output_VH: torch.Tensor
 
 
-def load_weights(config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> DecoderWeights:
-    """Copy a full set of tensors.
+def load_weights(
+    config: ModelConfig, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device = CPU
+) -> DecoderWeights:
+    """Copy a full set of tensors to `device`.
 
     Raises WeightsRefused, which names a missing, unknown, repeated or misshapen tensor."""
-    named = full_weights(config, version=version, tensors=tensors, prepare=_copied)
+    named = full_weights(
+        config, version=version, tensors=tensors, prepare=lambda name, tensor: _copied(name, tensor, device)
+    )
     return _assemble(config, version, named)
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """Hex BLAKE2b-128 of the elements' bytes in row-major order."""
     elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(elements.numpy().data, digest_size=16).hexdigest()
+    return hashlib.blake2b(elements.cpu().numpy().data, digest_size=16).hexdigest()
 
 
-def _copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _copied(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         raise WeightsRefused(
             f"tensor {name!r} is {tensor.dtype}; the embedded engine takes torch.float32 and torch.bfloat16: cast it"
         )
-    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+    return tensor.detach().to(device=device, dtype=torch.float32, copy=True).contiguous()
 
 
 def _assemble(config: ModelConfig, version: int, named: dict[str, torch.Tensor]) -> DecoderWeights:
