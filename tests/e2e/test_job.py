@@ -70,6 +70,17 @@ async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
     assert _repeatable(again) == _repeatable(undisturbed["result"])
 
 
+@pytest.mark.long
+async def test_slots_that_share_a_device_change_neither_samples_nor_weights(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = small_job("plain", cluster__slots_per_gpu=4)
+    async with running(raw, tmp_path) as job:
+        shared = await job.result()
+        assert without_incarnation(job.folder.journal) == undisturbed["lineage"]
+    assert _repeatable(shared) == _repeatable(undisturbed["result"])
+
+
 async def test_the_loss_of_every_lead_in_one_job_changes_neither_samples_nor_weights(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
@@ -27,15 +28,15 @@ def backend(context: RankContext, *, slot_devices: list[str | None]) -> Results:
     return {"backend": np.array([str(world.backend), name]), "kinds": np.array(kinds), "sums": np.array(sums)}
 
 
-def every_operation(context: RankContext, *, slot_device: str | None, dtype: str) -> Results:
+def every_operation(context: RankContext, *, slot_device: str | None, dtype: str, device: str = "cpu") -> Results:
     """What each operation that Megatron and the transports use leaves in its tensors."""
-    everyone = tuple(range(context.world_size))
-    world = join(context, open_store(context), epoch=1, members=everyone, slot_device=slot_device)
+    everyone, place = tuple(range(context.world_size)), {"slot_device": slot_device, "device": torch.device(device)}
+    world = join(context, open_store(context), epoch=1, members=everyone, **place)
     group, rank, size = world.group(everyone), context.rank, context.world_size
     generator = torch.Generator().manual_seed(rank)
 
     def drawn(length: int) -> torch.Tensor:
-        return torch.randn(length, generator=generator).to(getattr(torch, dtype))
+        return torch.randn(length, generator=generator).to(device, getattr(torch, dtype))
 
     found: dict[str, torch.Tensor] = {}
     for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
@@ -65,7 +66,7 @@ def every_operation(context: RankContext, *, slot_device: str | None, dtype: str
     for work in dist.batch_isend_irecv(ring):
         work.wait()
     found["coalesced 0"], found["coalesced 1"] = drawn(3), drawn(4)
-    with dist._coalescing_manager(group=group, async_ops=True) as handle:
+    with distributed_c10d._coalescing_manager(group=group, async_ops=True) as handle:
         dist.all_reduce(found["coalesced 0"], group=group)
         dist.all_reduce(found["coalesced 1"], group=group)
     handle.wait()
@@ -75,7 +76,7 @@ def every_operation(context: RankContext, *, slot_device: str | None, dtype: str
     dist.barrier(group=group)
     is_staged = isinstance(group, StagedGroup)
     world.leave()
-    return {name: tensor.float().numpy() for name, tensor in found.items()} | {"is staged": np.array(is_staged)}
+    return {name: tensor.float().cpu().numpy() for name, tensor in found.items()} | {"is staged": np.array(is_staged)}
 
 
 def asynchronous(context: RankContext) -> Results:
@@ -92,8 +93,7 @@ def asynchronous(context: RankContext) -> Results:
     work.wait()
     after = summed.detach().clone()
     assert summed._version == version
-    summed.sum().backward()
-    assert leaf.grad is not None
+    (grad,) = torch.autograd.grad(summed.sum(), leaf)
     sent, received = torch.full((2,), float(context.rank)), torch.empty(2)
     other = 1 - context.rank
     sending = dist.isend(sent, group=group, group_dst=other)
@@ -102,5 +102,5 @@ def asynchronous(context: RankContext) -> Results:
     assert sending is not None
     sending.wait()
     world.leave()
-    arrays = {"before": before, "after": after, "grad": leaf.grad, "received": received, "sent": sent}
+    arrays = {"before": before, "after": after, "grad": grad, "received": received, "sent": sent}
     return {name: tensor.numpy() for name, tensor in arrays.items()}

@@ -36,8 +36,8 @@ def open_store(context: RankContext, *, timeout_s: float = TIMEOUT_S) -> TCPStor
 
 
 def join(context: RankContext, store: TCPStore, *, epoch: int, members: tuple[int, ...], **options: Any) -> World:
-    options = {"timeout_s": TIMEOUT_S} | options
-    return World.join(Membership(epoch, members), me=context.rank, store=store, device=CPU, **options)
+    options = dict[str, Any](timeout_s=TIMEOUT_S, device=CPU) | options
+    return World.join(Membership(epoch, members), me=context.rank, store=store, **options)
 
 
 def summed(world: World, members: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from tests.hugging_face import save
@@ -21,7 +22,7 @@ from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
-from tidegate.launcher.preflight import check_engine, check_servers, check_weights, masked
+from tidegate.launcher.preflight import check_devices, check_engine, check_servers, check_weights, masked
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import StoreContents
 from tidegate.runtime.embedded import EmbeddedServers
@@ -34,6 +35,15 @@ NOBODY = "127.0.0.1:1"
 
 def with_servers(tmp_path: Path, **urls: str) -> JobConfig:
     return small_config(tmp_path, servers=urls)
+
+
+def test_a_job_with_more_cuda_slots_than_this_machine_has_devices_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    num_slots = torch.cuda.device_count() + len(config.cluster.gpus())
+    cluster = config.cluster.model_copy(update={"device": "cuda", "nodes": {"n0": num_slots}})
+    with pytest.raises(CannotStart, match=r"^cluster\.(device=cuda, and torch finds no|nodes: n0 has )"):
+        check_devices(config.model_copy(update={"cluster": cluster}))
+    check_devices(config)
 
 
 async def test_a_nats_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:

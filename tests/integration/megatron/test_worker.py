@@ -52,6 +52,17 @@ def test_an_update_that_the_state_includes_is_not_repeated_and_a_later_member_ha
         assert np.array_equal(repeated, np.where(np.isnan(losses[2:4]), np.nan, losses[1:3]), equal_nan=True)
 
 
+def test_members_on_slots_that_share_devices_have_the_same_losses_to_the_bit(
+    run: Run, ranks: RankServer, tmp_path: Path
+) -> None:
+    arguments = {"folder": str(tmp_path), "memory": str(tmp_path), "slots_per_gpu": 2}
+    shared = ranks.run(f"{RANKS}:resized", 4, arguments)
+    assert [str(member["backend"]) for member in (*run.members, *shared)] == ["gloo"] * 4 + ["staged"] * 4
+    for member, want in zip(shared, run.members, strict=True):
+        np.testing.assert_array_equal(member["losses"], want["losses"])
+        np.testing.assert_array_equal(member["certificates"], want["certificates"])
+
+
 def test_all_members_report_the_same_about_a_reshard(run: Run) -> None:
     first, *others = run.members
     assert len(set(first["certificates"].tolist())) == len(first["certificates"]), "an update lies between two reshards"

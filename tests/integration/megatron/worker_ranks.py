@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from services.actor.worker import TrainerWorker
 from tests.component_bench import job_config
@@ -142,9 +143,10 @@ def lr_mark(num_updates: int) -> str:
     return f"{num_updates} steps after {num_updates} updates" if num_updates else ""
 
 
-def _config(folder: str, memory: str) -> JobConfig:
+def _config(folder: str, memory: str, *, slots_per_gpu: int = 1) -> JobConfig:
     actor = {"learning_rate": 1e-3, "layout": {"dp": 2}, "standby": "4-5"}
-    config = job_config(Path(folder), actor=actor, runtime={"host_memory_root": memory})
+    cluster = {"slots_per_gpu": slots_per_gpu}
+    config = job_config(Path(folder), actor=actor, cluster=cluster, runtime={"host_memory_root": memory})
     load_job(config)
     return config
 
@@ -160,14 +162,15 @@ def fixed(context: RankContext, *, folder: str, memory: str, num_updates: int) -
     return {"losses": np.array(member.losses)}
 
 
-def resized(context: RankContext, *, folder: str, memory: str) -> Results:
+def resized(context: RankContext, *, folder: str, memory: str, slots_per_gpu: int = 1) -> Results:
     """Starts on 2 of 4 members, grows, moves, aborts, and shrinks in an epoch without one member. Updates lie
     between.
     """
-    member = Member(context, _config(folder, memory))
+    member = Member(context, _config(folder, memory, slots_per_gpu=slots_per_gpu))
     everyone = [0, 1, 2, 3]
     refusals, certificates, moved, again = [], [], [], []
     member.join(1, everyone)
+    backend = dist.get_backend()
     member.start([0, 1], dp=2)
     member.train([0, 1])
     member.train([0, 1])
@@ -198,6 +201,7 @@ def resized(context: RankContext, *, folder: str, memory: str) -> Results:
         files = ["-".join(path.name.split("-")[:2]) for path in shared]
         member.worker.close()
     return {
+        "backend": np.array(backend),
         "losses": np.array(member.losses),
         "again": np.array(again),
         "refusals": np.array(refusals),

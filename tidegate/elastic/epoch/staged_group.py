@@ -65,11 +65,12 @@ class StagedGroup(dist.ProcessGroup):
     """The group. torch 2.13 renamed some operations; the older names are here for older versions."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        # With a store, torch would make a plain group that calls none of the methods below.
+        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub lacks this constructor
         self.gloo = dist.ProcessGroup(store, rank, size)
         backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
         # torch asks the group itself for its name and devices, and for barriers, which carry no tensor of the caller.
-        for group in (super(), self.gloo):
+        for group in (self, self.gloo):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             for device in ("cpu", "cuda"):
                 group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)

@@ -1,0 +1,49 @@
+"""The rank processes of the tests of slots on CUDA devices."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.integration.elastic.world_ranks import join, open_store
+from tests.ranks import RankContext, Results
+from tidegate.config.sections.job import ClusterSection
+from tidegate.megatron.worker_rank import take_slot
+from tidegate.types import GpuId
+
+
+def cluster(slots_per_gpu: int) -> ClusterSection:
+    placement = {"actor": "0", "rollout": "1", "inference": "2"}
+    raw = {"nodes": {"n0": 3}, "device": "cuda", "slots_per_gpu": slots_per_gpu, "component_placement": placement}
+    return ClusterSection.model_validate(raw)
+
+
+def alone(context: RankContext) -> Results:
+    """The backend of a world of one rank on slot 2 of a shared device, and a sum on that device."""
+    place = take_slot(cluster(4), GpuId("n0/2"))
+    world = join(
+        context, open_store(context), epoch=1, members=(0,), device=place.device, slot_device=place.slot_device
+    )
+    summed = torch.full((2,), 3.0, device=place.device)
+    dist.all_reduce(summed, group=world.group((0,)))
+    backend = str(world.backend)
+    found = summed.cpu().numpy()
+    world.leave()
+    return {"backend": np.array(backend), "summed": found}
+
+
+def fills_its_slot(context: RankContext, *, slots_per_gpu: int) -> Results:
+    """Whether 0.8 and 1.2 times the slot's memory can be allocated."""
+    place = take_slot(cluster(slots_per_gpu), GpuId("n0/1"))
+    assert place.memory_bytes is not None
+    fits = []
+    for part in (0.8, 1.2):
+        try:
+            torch.empty(int(place.memory_bytes * part), dtype=torch.uint8, device=place.device)
+            fits.append(True)
+        except torch.cuda.OutOfMemoryError:
+            fits.append(False)
+        torch.cuda.empty_cache()
+    total_bytes = torch.cuda.get_device_properties(place.device).total_memory
+    return {"memory_bytes": np.array(place.memory_bytes), "total_bytes": np.array(total_bytes), "fits": np.array(fits)}
