@@ -112,11 +112,14 @@ class LinesView(AbstractContextManager["LinesView"]):
                 self._log.info("evaluation", version=evaluation.version, **figures(evaluation.metrics))
             case "layout_committed" if event.layout_committed.HasField("reshard"):
                 reshard = event.layout_committed.reshard
+                source = decode_layout(reshard.source)
                 self._log.info(
-                    "resized",
-                    source=str(decode_layout(reshard.source)),
+                    resize_kind(event.layout_committed),
+                    source=str(source),
                     target=str(decode_layout(reshard.target)),
                     gpus=[grant.gpu for grant in event.layout_committed.grants],
+                    ranks=source.num_ranks,
+                    dead_ranks=event.layout_committed.num_dead,
                     moved_bytes=reshard.moved_bytes,
                     seconds=round(sum(reshard.seconds.values()), 3),
                 )
@@ -182,12 +185,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
                 scores = [f"{name} {value:.3f}" for name, value in figures(evaluation.metrics).items()]
                 self._console.print(f"version {evaluation.version} evaluated: {', '.join(scores)}")
             case "layout_committed" if event.layout_committed.HasField("reshard"):
-                reshard = event.layout_committed.reshard
-                gpus = ", ".join(grant.gpu for grant in event.layout_committed.grants)
-                self._console.print(
-                    f"actor resized: {decode_layout(reshard.source)} -> {decode_layout(reshard.target)} on {gpus}, "
-                    f"{reshard.moved_bytes} bytes moved in {sum(reshard.seconds.values()):.2f} s"
-                )
+                self._console.print(resize_text(event.layout_committed))
             case "failed" | "instance_lost" | "dead_lettered" | "resize_failed":
                 self.note(f"{event.source}: {failure_text(event)}")
 
@@ -195,11 +193,12 @@ class TerminalView(AbstractContextManager["TerminalView"]):
         present = (status.phase, status.message)
         if present == self._last_status:
             return
+        is_new = status.message != self._last_status[1]
         self._last_status = present
         self._bars.update(
             self._state, description=f"job {status.job}: {status.phase}", total=status.num_iterations or None
         )
-        if status.message:
+        if status.message and is_new:
             self.note(f"job {status.job} {status.phase}: {without_phase(status.message, status.phase)}")
 
     def _show_progress(self, event: events_pb2.Event) -> None:
@@ -224,6 +223,29 @@ def _in_order(logger: Any, method: str, line: EventDict) -> EventDict:
 def figures(metrics: Any) -> dict[str, float]:
     """A component's own figures, by name."""
     return {name: round(float(metrics[name]), 6) for name in sorted(metrics)}
+
+
+def resize_kind(committed: events_pb2.LayoutCommitted) -> str:
+    """What a reshard was for: `recovered` dead ranks, `moved` to other GPUs, or `resized` to another layout."""
+    reshard = committed.reshard
+    if reshard.source != reshard.target:
+        return "resized"
+    return "recovered" if committed.num_dead else "moved"
+
+
+def resize_text(committed: events_pb2.LayoutCommitted) -> str:
+    reshard = committed.reshard
+    source, target = decode_layout(reshard.source), decode_layout(reshard.target)
+    dead = f"{committed.num_dead} of {source.num_ranks} ranks"
+    match resize_kind(committed):
+        case "recovered":
+            done = f"recovered: {dead} replaced, {target}"
+        case "moved":
+            done = f"moved: {target}"
+        case _:
+            done = f"resized: {source} -> {target}" + (f" without the {dead} that died" if committed.num_dead else "")
+    gpus = ", ".join(grant.gpu for grant in committed.grants)
+    return f"actor {done} on {gpus}, {reshard.moved_bytes} bytes moved in {sum(reshard.seconds.values()):.2f} s"
 
 
 def failure_text(event: events_pb2.Event) -> str:

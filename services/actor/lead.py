@@ -136,6 +136,7 @@ class ActorLead(Lead):
     async def _resize(self, resize: Resize) -> None:
         try:
             async with self._ranks.alone():
+                num_dead = self._ranks.layout.num_ranks - len(resize.survivors)
                 report, released = await self._two_phase.run(resize, self._ranks.layout)
                 self._ranks.switch(resize.layout)
         except ResizeAborted as aborted:
@@ -144,18 +145,23 @@ class ActorLead(Lead):
             await self.fail(f"resize {resize.transition}", error)
             return
         else:
-            await self._report_resize(resize, report, released)
+            await self._report_resize(resize, report, released, num_dead=num_dead)
         # A new standby joins the world of the next resize, so start it while no resize is at work.
         async with self._ranks.alone():
             await self._world.stand_by()
 
-    async def _report_resize(self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant]) -> None:
+    async def _report_resize(
+        self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant], *, num_dead: int
+    ) -> None:
         transition = resize.transition
         if resize.coming:
             acquired = events_pb2.GpusAcquired(grants=encode_grants(resize.coming))
             await self.publish(acquired, transition=transition, grants=resize.coming)
         committed = events_pb2.LayoutCommitted(
-            layout=encode_layout(resize.layout), grants=encode_grants(resize.members), reshard=report
+            layout=encode_layout(resize.layout),
+            grants=encode_grants(resize.members),
+            reshard=report,
+            num_dead=num_dead,
         )
         await self.publish(committed, transition=transition, grants=resize.members)
         if released:

@@ -318,10 +318,13 @@ class LayoutCommitted(_message.Message):
     NEXT_ITERATION_FIELD_NUMBER: _builtins.int
     RESHARD_FIELD_NUMBER: _builtins.int
     NEXT_PROMPT_FIELD_NUMBER: _builtins.int
+    NUM_DEAD_FIELD_NUMBER: _builtins.int
     next_iteration: _builtins.int
     """Actor only: the iteration to open next (from the checkpoint on a resume). A reshard leaves it out."""
     next_prompt: _builtins.int
     """Actor only, with next_iteration: the first prompt that its lineage has not taken."""
+    num_dead: _builtins.int
+    """With reshard: the ranks of the source layout that had died. Their state comes from what they left in memory."""
     @_builtins.property
     def layout(self) -> _types_pb2.Layout: ...
     @_builtins.property
@@ -338,10 +341,11 @@ class LayoutCommitted(_message.Message):
         next_iteration: _builtins.int = ...,
         reshard: _types_pb2.ReshardReport | None = ...,
         next_prompt: _builtins.int = ...,
+        num_dead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "reshard", b"reshard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "layout", b"layout", "next_iteration", b"next_iteration", "next_prompt", b"next_prompt", "reshard", b"reshard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "layout", b"layout", "next_iteration", b"next_iteration", "next_prompt", b"next_prompt", "num_dead", b"num_dead", "reshard", b"reshard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,6 +178,7 @@ async def test_the_actor_changes_between_two_updates_and_goes_on_with_the_same_i
         assert (decode_layout(event.layout_committed.layout), event.transition_id) == (layout, name)
         assert decode_grants(event.layout_committed.grants) == at.members_after
         assert (event.layout_committed.reshard.moved_bytes, event.layout_committed.reshard.certificate) == (7, "1")
+        assert event.layout_committed.num_dead == 0
         permit(at, 2)
         report = await at.of.report()
         assert report.trained == fate_of(ids(0, 1, 2, 3))
@@ -466,6 +467,7 @@ async def test_a_member_that_dies_before_the_commit_is_replaced_in_the_old_layou
         await at.replace_dead(victim)
         committed = (await at.committed()).layout_committed
         assert (decode_layout(committed.layout), decode_grants(committed.grants)) == (Layout(dp=2), at.members_after)
+        assert committed.num_dead == 1
         await _trains_whole(at, [FIRST, SECOND])
 
 

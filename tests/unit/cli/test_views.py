@@ -6,6 +6,8 @@ import io
 import json
 from typing import Any
 
+import pytest
+
 from cli.rows import table
 from cli.views import LinesView, OpenView, TerminalView, UnfailingStream, make_view
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
@@ -44,6 +46,13 @@ def resized() -> events_pb2.Event:
     )
     grants = [types_pb2.Grant(gpu="n0/1"), types_pb2.Grant(gpu="n0/0")]
     body = events_pb2.LayoutCommitted(grants=grants, reshard=report)
+    return events_pb2.Event(role=types_pb2.ROLE_ACTOR, source="actor@n0", layout_committed=body)
+
+
+def committed(source: types_pb2.Layout, target: types_pb2.Layout, *, num_dead: int) -> events_pb2.Event:
+    report = types_pb2.ReshardReport(source=source, target=target, moved_bytes=640, seconds={"transfer": 0.25})
+    grants = [types_pb2.Grant(gpu="n0/1"), types_pb2.Grant(gpu="n0/0")]
+    body = events_pb2.LayoutCommitted(grants=grants, reshard=report, num_dead=num_dead)
     return events_pb2.Event(role=types_pb2.ROLE_ACTOR, source="actor@n0", layout_committed=body)
 
 
@@ -109,6 +118,45 @@ def test_on_a_terminal_each_iteration_leaves_its_line() -> None:
     assert "version 2 evaluated: countdown/pass@4 0.750, reward_mean 0.500" in stream.getvalue()
     assert "rollout@n0 was killed" in stream.getvalue()
     assert "learning rate: a budget of 3 updates" in stream.getvalue()
+
+
+DP2, TP2 = types_pb2.Layout(dp=2), types_pb2.Layout(tp=2)
+CHANGES = {
+    "dead ranks are replaced": (
+        committed(DP2, DP2, num_dead=1),
+        "recovered",
+        "actor recovered: 1 of 2 ranks replaced, dp2 on n0/1, n0/0, 640 bytes moved in 0.25 s",
+    ),
+    "other GPUs": (
+        committed(DP2, DP2, num_dead=0),
+        "moved",
+        "actor moved: dp2 on n0/1, n0/0, 640 bytes moved in 0.25 s",
+    ),
+    "another layout in place of dead ranks": (
+        committed(DP2, TP2, num_dead=1),
+        "resized",
+        "actor resized: dp2 -> tp2 without the 1 of 2 ranks that died on n0/1, n0/0, 640 bytes moved in 0.25 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_recovery_is_shown_as_one_and_not_as_a_resize(case: str) -> None:
+    event, want_name, want_text = CHANGES[case]
+    lines, terminal = io.StringIO(), Terminal()
+    for stream in (lines, terminal):
+        with make_view(UnfailingStream(stream)) as view:
+            view.event(event)
+    assert json.loads(lines.getvalue())["event"] == want_name
+    assert want_text in " ".join(terminal.getvalue().split())
+
+
+def test_a_terminal_shows_a_message_once_though_the_phase_goes_on() -> None:
+    stream = Terminal()
+    with make_view(UnfailingStream(stream)) as view:
+        for phase in ("submitted", "starting"):
+            view.job(control_pb2.GetJobResponse(job="small", phase=phase, message="resumes from checkpoint c"))
+    assert stream.getvalue().count("resumes from checkpoint c") == 1
 
 
 def test_a_terminal_that_is_closed_ends_no_run() -> None:
