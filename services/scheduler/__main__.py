@@ -1,4 +1,4 @@
-"""Run one replica of the scheduler: `python -m services.scheduler --config PATH`."""
+"""Run one replica of the scheduler: `python -m services.scheduler --config PATH --boot N`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tidegate.v1 import control_pb2, control_pb2_grpc
 SOURCE = "scheduler"
 
 
-async def run(config: JobConfig) -> None:
+async def run(config: JobConfig, *, launcher_boot: int) -> None:
     """Adopt the store, serve Control, and run the loop until SIGTERM. ValueError: the policy cannot run the job."""
     policy = policy_of(config.scheduler)
     policy.check(job_spec(config))
@@ -57,7 +57,8 @@ async def run(config: JobConfig) -> None:
         ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
         # Only a resize needs the job's model and tokenizer, so they are read at the first one.
         loaded = functools.cache(functools.partial(load_job, config))
-        service = SchedulerService(job, ports, policy, decide_every_s=config.scheduler.decide_every_s)
+        decide_every_s = config.scheduler.decide_every_s
+        service = SchedulerService(job, ports, policy, decide_every_s=decide_every_s, launcher_boot=launcher_boot)
         control = ControlServicer(
             job,
             state=lambda: service.state,
@@ -81,9 +82,13 @@ async def run(config: JobConfig) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.scheduler", description="One replica of the scheduler.")
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
-    config = JobConfig.from_json(parser.parse_args().config.read_text())
+    parser.add_argument(
+        "--boot", type=int, default=0, help="decide nothing before the submission of this launcher's boot"
+    )
+    args = parser.parse_args()
+    config = JobConfig.from_json(args.config.read_text())
     configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
-    asyncio.run(run(config))
+    asyncio.run(run(config, launcher_boot=args.boot))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Only the scheduler says when the job ends (Control.GetJob, polled every `BEAT_S`
 scheduler that restarts, moves to another port or is slow delays the end and never hides it.
 
 Invariants:
-- The end of an earlier run is never taken for this run's end: a terminal phase counts from the submission's incarnation
-  on. [test_submitting: an_earlier_runs_end_is_not_taken_for_this_ones]
+- The end of an earlier run is never taken for this run's end: a report counts once it takes the submission into
+  account. [test_submitting: an_earlier_runs_end_is_not_taken_for_this_ones]
 - Every event is written to the job's folder, as it comes or, where that failed, at the end.
   [test_submitting: the_file_of_events]
 """
@@ -141,8 +141,7 @@ class JobFollower:
                 await asyncio.sleep(BEAT_S)
 
     def _accept(self, status: control_pb2.GetJobResponse) -> bool:
-        # A finished job does not begin again, so its end counts whatever was submitted since.
-        is_of_this_run = status.incarnation >= self._incarnation or status.phase == End.FINISHED
+        is_of_this_run = status.applied_sequence >= self._submitted
         if is_of_this_run:
             self.status = status
             self._view.job(status)

@@ -61,7 +61,7 @@ class JobServices:
             self._start(_forkserver(node), self._forkserver_command(node))
         if self._config.tracking.is_on:
             self._start_tracker()
-        self._start(SCHEDULER, ("services.scheduler", *self._config_arguments()))
+        self._start(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
         for role, node in self._instances():
             command = (f"services.{role}", *self._config_arguments(), "--node", node)
             self._start(instance_id(role, node), (*command, "--forkserver", str(self._socket(node))))

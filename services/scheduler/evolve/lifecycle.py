@@ -2,18 +2,24 @@
 
 Invariants:
 - A submission counts once, however often its event comes. [test_lifecycle: submission_that_comes_twice]
+- A finished job goes on only with more iterations. [test_lifecycle: finished_job_goes_on]
+- A resume waits for no GPU of a node that its config left out. [test_lifecycle: without_a_node_that_it_had]
 - A job that is ending keeps its outcome. [test_lifecycle: ending_keeps_its_outcome]
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from services.scheduler.evolve.admission import Refused
-from services.scheduler.evolve.losses import all_down, next_incarnation
+from services.scheduler.evolve.losses import all_down, next_incarnation, restart_point
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
+from services.scheduler.state.values import JobSpec
+from tidegate.ownership.records import GpuRecord
+from tidegate.types import GpuId, node_of
 
 Body = ev.JobSubmitted | ev.JobCancelRequested | ev.JobResumeRequested | ev.DeadLettered | ev.CheckpointSaved
 
@@ -38,7 +44,7 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         return Refused("submitted before")
     if state.spec is not None and not body.resume:
         return Refused("the job exists")
-    if state.phase is Phase.FINISHED:
+    if state.phase is Phase.FINISHED and body.spec.num_iterations <= state.next_iteration:
         return Refused("the job is finished")
     if not body.resume:
         state = replace(state, checkpoint=None)
@@ -49,10 +55,11 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         restarted,
         phase=Phase.SUBMITTED,
         outcome=None,
-        message="",
+        message=f"resumes from {restart_point(restarted)}" if body.resume else "",
         spec=body.spec,
         config_json=body.config_json,
         submission=submission,
+        gpus=_on_nodes_of(body.spec, state.gpus),
         components=all_down(restarted),
         reference=None,
         asked=None,
@@ -61,6 +68,12 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         num_restarts=0,
         expectations={},
     )
+
+
+def _on_nodes_of(spec: JobSpec, gpus: Mapping[GpuId, GpuRecord]) -> dict[GpuId, GpuRecord]:
+    """The GPUs whose gates the job's instances can ask. A resume may leave nodes out: nobody gives their GPUs back."""
+    nodes = {node_of(gpu) for gpu in spec.gpus}
+    return {gpu: record for gpu, record in gpus.items() if node_of(gpu) in nodes}
 
 
 def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:

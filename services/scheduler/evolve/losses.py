@@ -157,9 +157,13 @@ def restart_actor(state: ClusterState, *, why: str) -> ClusterState:
     if state.phase is Phase.PAUSED:
         # The job's message says what a person has to do before it goes on.
         return state
-    where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
-    message = f"{why}; restart {state.num_restarts} of {allowed}, from {where}"
+    message = f"{why}; restart {state.num_restarts} of {allowed}, from {restart_point(state)}"
     return replace(state, phase=Phase.STARTING, message=message)
+
+
+def restart_point(state: ClusterState) -> str:
+    """Where the next incarnation begins, for people."""
+    return f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
 
 
 def all_down(state: ClusterState) -> dict[Role, Component]:

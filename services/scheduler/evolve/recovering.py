@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from services.scheduler.evolve import iterations
 from services.scheduler.evolve.fold import evolve
-from services.scheduler.evolve.losses import all_down, next_incarnation
+from services.scheduler.evolve.losses import all_down, next_incarnation, restart_point
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import role_of_instance
@@ -41,8 +41,8 @@ def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
     state = next_incarnation(state, incarnation=highest + 1)
     if state.phase is Phase.PAUSED:
         return state
-    where = f"checkpoint {state.checkpoint.name}" if state.checkpoint else "the beginning: there is no checkpoint yet"
-    message = f"the store lost the job's state; {len(missed)} events were read again, and it goes on from {where}"
+    num_read, where = len(missed), restart_point(state)
+    message = f"the store lost the job's state; {num_read} events were read again, and it goes on from {where}"
     return replace(state, phase=Phase.STARTING, message=message)
 
 

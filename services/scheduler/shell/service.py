@@ -11,7 +11,11 @@
 The service keeps nothing that it cannot rebuild. Any number of replicas run, and each can go on where another stopped.
 After the store lost the state, a replica rebuilds it from the stream.
 
+A resumed job has the state of the start before. Until the new launcher submits the job, events are only folded into it:
+nothing is decided. The workers of that start are gone with their launcher, and their GPUs are no losses of this one.
+
 Invariants:
+- A resume counts nothing that the start before it left as a loss. [test_service: resume_after_a_stop_counts_no_restart]
 - An event is acknowledged after its state is written. [test_service: acknowledged_after_the_state]
 - A command goes out after the state that contains it is written. [test_service: a_command_goes_out_after]
 - A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
@@ -63,8 +67,12 @@ class SchedulerPorts:
 
 
 class SchedulerService:
-    def __init__(self, job: JobId, ports: SchedulerPorts, policy: Policy, *, decide_every_s: float) -> None:
+    def __init__(
+        self, job: JobId, ports: SchedulerPorts, policy: Policy, *, decide_every_s: float, launcher_boot: int = 0
+    ) -> None:
+        """`launcher_boot`: the boot of the launcher that starts this replica. 0: it waits for none."""
         self._job = job
+        self._boot = launcher_boot
         self._ports = ports
         self._policy = policy
         self._pace = Pace(round(decide_every_s * 1000))
@@ -130,6 +138,9 @@ class SchedulerService:
 
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         begun = await self._begun(before, delivery) if delivery else begin(before, ())
+        if begun.after.is_of_start_before(self._boot):
+            await self._write(begun, delivery)
+            return
         now_ms = await self._ports.store.now_unix_ms()
         # A beat reads ownership too: it shows the work that another replica did not finish.
         looks = delivery is None or self._pace.is_due(before, begun.after, now_ms)
@@ -150,6 +161,8 @@ class SchedulerService:
         return self._state
 
     def _wait_s(self, state: ClusterState, now_ms: int) -> float:
+        if state.is_of_start_before(self._boot):
+            return BEAT_S
         if state.phase in TERMINAL and not self._pace.has_news:
             return BEAT_S
         return min(BEAT_S, max(0.0, (self._pace.next_decision_ms(state, now_ms) - now_ms) / 1000))
@@ -180,10 +193,12 @@ class SchedulerService:
         return missed
 
     async def _ownership(self, state: ClusterState) -> ev.OwnershipObserved | None:
-        """The store's records of the job's GPUs and transitions. None before the job is submitted."""
+        """The store's records of the job's GPUs and transitions. None before the job is submitted.
+
+        The GPUs include those that an earlier start of the job had."""
         if state.spec is None:
             return None
-        slots = state.spec.gpus
+        slots = sorted({*state.spec.gpus, *state.gpus})
         await self._ports.store.register(tuple(gpu for gpu in slots if gpu not in state.gpus))
         gpus = await self._ports.store.gpus()
         return ev.OwnershipObserved(

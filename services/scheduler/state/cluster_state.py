@@ -88,6 +88,7 @@ class ClusterState:
     spec: JobSpec | None = None
     config_json: str = ""
     submission: str = ""
+    """`<source>/<boot>/<sequence>` of the last submission; empty before the first."""
     gpus: Mapping[GpuId, GpuRecord] = field(default_factory=dict)
     transitions: Mapping[TransitionId, Transition] = field(default_factory=dict)
     num_transitions: int = 0
@@ -129,6 +130,10 @@ class ClusterState:
     """When the policy is to be asked again, if nothing happens before."""
     seen: Pictures = field(default_factory=Pictures)
     learned: Learned = field(default_factory=Learned)
+
+    def is_of_start_before(self, boot: int) -> bool:
+        """Whether the last submission of the job is by a launcher with an earlier boot."""
+        return bool(self.submission) and int(self.submission.split("/")[1]) < boot
 
     def with_component(self, role: Role, component: Component) -> ClusterState:
         return replace(self, components={**self.components, role: component})

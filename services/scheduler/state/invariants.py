@@ -18,7 +18,7 @@ from services.scheduler.state.components import Working
 from services.scheduler.state.course import Summary, accounting_fault
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
-from tidegate.types import GpuId, Role
+from tidegate.types import GpuId, Role, node_of
 
 _RANK = {
     Phase.SUBMITTED: 0,
@@ -193,8 +193,13 @@ def _counters_only_grow(previous: ClusterState, state: ClusterState) -> Iterator
 def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
     if previous.gpus is state.gpus:
         return
+    is_new_submission = state.submission != previous.submission
+    nodes = {node_of(gpu) for gpu in state.spec.gpus} if state.spec else set()
     for gpu, record in previous.gpus.items():
         known = state.gpus.get(gpu)
+        if known is None and is_new_submission and node_of(gpu) not in nodes:
+            # The job's new config left the node out.
+            continue
         if known is None or known.token < record.token:
             token = known.token if known else "none"
             yield Violation("tokens only grow", f"the token of {gpu} went from {record.token} to {token}")

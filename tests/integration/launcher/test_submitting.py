@@ -60,12 +60,12 @@ class TwoRunsScheduler(LeavingScheduler):
 
     def __init__(self, folder: JobFolder) -> None:
         super().__init__(folder)
-        self._statuses = iter((("failed", 1), ("failed", 1), ("running", 2), ("cancelled", 2)))
+        self._statuses = iter((("finished", 1), ("failed", 1), ("running", 2), ("cancelled", 2)))
         self._last = ("cancelled", 2)
 
     async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
-        phase, incarnation = next(self._statuses, self._last)
-        return control_pb2.GetJobResponse(job="small", phase=phase, incarnation=incarnation)
+        phase, applied = next(self._statuses, self._last)
+        return control_pb2.GetJobResponse(job="small", phase=phase, incarnation=2, applied_sequence=applied)
 
 
 async def test_an_earlier_runs_end_is_not_taken_for_this_ones(tmp_path: Path) -> None:

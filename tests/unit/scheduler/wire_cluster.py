@@ -50,29 +50,38 @@ class WireCluster:
     does_iterations: bool = True
     before_send: Callable[[Request], None] = lambda _: None
     before_ack: Callable[[EventDelivery], bool] = lambda _: True
+    start: int = 1
+    """The boot of the launcher and of the instances."""
     _announcers: dict[str, Announcer] = field(default_factory=dict)
     _members: dict[Role, tuple[Grant, ...]] = field(default_factory=dict)
     _num_replicas: int = 0
 
     def announcer(self, source: str, role: Role | None = None) -> Announcer:
         if source not in self._announcers:
-            events = EventSource(source, role=role, boot=1, now_ns=lambda: 0)
+            events = EventSource(source, role=role, boot=self.start, now_ns=lambda: 0)
             self._announcers[source] = Announcer(self.bus.events, events, JOB)
         return self._announcers[source]
+
+    def start_again(self) -> None:
+        """All processes of the start before are gone. The store is back, and nobody has adopted it."""
+        self.start += 1
+        self._announcers.clear()
+        self.sent.clear()
+        self.server.restart()
 
     async def boot(self) -> None:
         """Every instance joins, and those of the first node lead."""
         for role in Role:
             for node in NODES:
                 name = instance_id(role, node)
-                joined = events_pb2.InstanceJoined(instance=name, endpoint=f"at-{name}", boot=1)
+                joined = events_pb2.InstanceJoined(instance=name, endpoint=f"at-{name}", boot=self.start)
                 await self.announcer(name, role).publish(joined, incarnation=0)
             name = instance_id(role, NODES[0])
-            elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=1)
+            elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=self.start)
             await self.announcer(name, role).publish(elected, incarnation=0)
 
-    async def submit(self) -> None:
-        submitted = events_pb2.JobSubmitted(config_json=self.config.to_json())
+    async def submit(self, *, resume: bool = False) -> None:
+        submitted = events_pb2.JobSubmitted(config_json=self.config.to_json(), resume=resume)
         await self.announcer("launcher").publish(submitted, incarnation=1)
 
     async def replica(self, *, store: CellStore | None = None) -> SchedulerService:
@@ -85,7 +94,9 @@ class WireCluster:
         issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
         watched = _WatchedConsumer(consumer, self)
         ports = SchedulerPorts(store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports)
-        return SchedulerService(JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s)
+        return SchedulerService(
+            JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start
+        )
 
     async def client(self) -> WatchedStore:
         store = self.detached_client()

@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.decide.decision import decide
+from services.scheduler.decide.turn import checked
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
-from services.scheduler.state.values import Fate
+from services.scheduler.state.values import Fate, JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
-from tidegate.types import Role, instance_id
+from tidegate.types import Layout, Role, instance_id, node_of
 
 
 def is_iterating(state: ClusterState) -> bool:
@@ -275,10 +276,59 @@ def test_a_resumed_job_goes_on_from_its_last_checkpoint_in_a_new_incarnation() -
     drive.run_until(lambda state: state.phase is Phase.SUBMITTED or state.phase is Phase.STARTING)
     state = drive.run()
 
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+    assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 2, 0)
     lineage = [(each.iteration, each.incarnation) for each in state.summaries if not each.is_superseded]
     assert [iteration for iteration, _ in lineage] == [0, 1, 2, 3]
     assert lineage[-1] == (3, 2)
+
+
+def submitted(state: ClusterState, job: JobSpec) -> ClusterState:
+    """The state after a launcher of a later boot resumed the job with this config."""
+    body = ev.JobSubmitted(job, "{}", resume=True)
+    return checked(state, evolve(state, ev.Event(job=JOB, source="launcher", boot=9, sequence=1, body=body)))
+
+
+@pytest.mark.parametrize(
+    ("num_iterations", "want"),
+    [
+        (3, (Phase.FINISHED, 1, "all 3 iterations are done")),
+        (5, (Phase.SUBMITTED, 2, "resumes from checkpoint step-1-3")),
+    ],
+    ids=["as many", "more"],
+)
+def test_a_finished_job_goes_on_with_more_iterations_alone(num_iterations: int, want: tuple[Phase, int, str]) -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3)))
+    drive.run()
+
+    state = submitted(drive.state, spec(num_iterations=num_iterations))
+
+    assert (state.phase, state.incarnation, state.message) == want
+
+
+def test_a_finished_job_that_goes_on_takes_its_new_iterations_alone() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=2)))
+    drive.run()
+    drive.cluster.job_spec = spec(num_iterations=4)
+    drive.cluster.voice.say("launcher", ev.JobSubmitted(drive.cluster.job_spec, "{}", resume=True))
+    drive.run_until(lambda state: state.phase is not Phase.FINISHED)
+
+    state = drive.run()
+
+    assert (state.phase, state.num_restarts) == (Phase.FINISHED, 0)
+    assert [(each.iteration, each.incarnation) for each in state.summaries] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+
+
+def test_a_resume_goes_on_without_a_node_that_it_had() -> None:
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(is_iterating)
+    placed = {role: Placed((gpu("n1", index),), Layout()) for index, role in enumerate(Role)}
+
+    state = submitted(drive.state, replace(spec(), placement=placed))
+
+    assert {node_of(each) for each in drive.state.gpus} == set(NODES)
+    assert {node_of(each) for each in state.gpus} == {"n1"}
+    suspects = {grant.gpu for role in Role for grant in state.suspects(role)}
+    assert gpu("n1", 3) in suspects, "a slot that the config left out of a node that it has is given back"
 
 
 def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterState:

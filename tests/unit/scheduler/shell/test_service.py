@@ -306,6 +306,31 @@ async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new
         assert [each.incarnation for each in state.summaries if each.is_superseded][:1] == [1]
 
 
+async def test_a_resume_after_a_stop_counts_no_restart(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.does_iterations = False
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await of.changes.until(lambda: is_open(of.written_state()))
+        name = instance_id(Role.ACTOR, NODES[0])
+        await of.announcer(name, Role.ACTOR).publish(events_pb2.InstanceLost(instance=name, boot=1), incarnation=1)
+        of.start_again()
+        of.does_iterations = True
+        store = of.detached_client()
+        num_events = len([event async for event in of.bus.events.read(JOB)])
+        async with running(await of.replica(store=store)):
+            await of.changes.until(lambda: of.written_state().applied_seq == num_events)
+            assert (store.num_ownership_reads, of.sent) == (0, [])
+            await of.boot()
+            await of.submit(resume=True)
+            await of.changes.until(lambda: not of.written_state().is_of_start_before(of.start))
+            state = of.written_state()
+            assert (state.num_restarts, state.message) == (0, "resumes from the beginning: there is no checkpoint yet")
+            assert await ended(of) is Phase.FINISHED
+            assert of.written_state().num_restarts == 0
+
+
 async def test_a_replica_stops_when_asked_to_and_waits_for_nobody(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         await of.boot()

@@ -119,6 +119,10 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
     "an instance is forgotten": (lambda state: replace(state, instances={}), "counters only grow"),
     "a token went back": (lambda state: with_record(state, token=Token(0, 9)), "tokens only grow"),
     "a GPU is forgotten": (lambda state: replace(state, gpus={}), "tokens only grow"),
+    "a submission forgets a GPU of a node that it has": (
+        lambda state: replace(state, gpus={}, submission="launcher/9/1"),
+        "tokens only grow",
+    ),
     "a running job is submitted anew without a submission": (
         lambda state: replace(state, phase=Phase.SUBMITTED),
         "phases follow their order",
