@@ -27,6 +27,8 @@ class FoundCheckpoint:
     next_iteration: int
     version: int
     num_samples_trained: int
+    lr: str | None = None
+    """Its learning-rate ledger. None where it predates that ledger."""
 
 
 def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundCheckpoint | None:
@@ -44,6 +46,7 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
             next_iteration=int(manifest["next_iteration"]),
             version=int(manifest["version"]),
             num_samples_trained=int(json.loads(manifest["ledger"])["num_trained"]),
+            lr=manifest.get("lr"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

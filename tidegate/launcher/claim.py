@@ -10,6 +10,7 @@ Invariants:
 - One launcher at a time runs a job. Its lock dies with it. [test_claim: second_launcher_is_refused]
 - Files of an older run are removed only on request. [test_claim: fresh_start_over_an_older_run]
 - A resumed run keeps everything that decides its samples. [test_claim: resumed_run_may_not_change_what_decides]
+- It may have more iterations, and other GPUs and layouts. [test_claim: resumed_run_may_have_more_iterations]
 - Each start of a job has its own, larger boot. [test_claim: every_start_has_a_larger_boot]
 - At the end no file of the job is left in host memory. The next start removes the files of a killed launcher.
   [test_claim: nothing_is_left_in_host_memory]
@@ -34,17 +35,36 @@ from typing import Any
 from tidegate.attempts import AttemptFolder, begin_attempt
 from tidegate.config.engines.registry import deciding
 from tidegate.config.job_config import ConfigError, JobConfig
-from tidegate.config.schedule import leave_out_schedule
+from tidegate.config.schedule import leave_out_schedule, rules_of, schedule_of
 from tidegate.config.sections.lr import RESUME_KEYS
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
-from tidegate.lr.checkpoint import OnMismatch
+from tidegate.lr.checkpoint import OnMismatch, decoded, resumed
+from tidegate.lr.errors import ForeignCheckpoint, LrError
 
-_DECIDES_SAMPLES = ("seed", "cluster", "model", "task", "data", "rewards", "algorithm", "actor", "inference")
+_DECIDES_SAMPLES = ("seed", "model", "task", "data", "rewards", "algorithm", "actor")
 """Sections that a resumed run may not change: its samples and weights would differ from those of an unbroken run."""
+
+_MAY_CHANGE = {
+    "algorithm": ("iterations",),
+    "actor": (
+        "layout",
+        "standby",
+        "standby_memory_mib",
+        "recompute",
+        "copies",
+        "micro_batch_size",
+        "max_tokens_per_microbatch",
+        "oversize_samples",
+        "packing",
+        "max_skipped_updates",
+    ),
+}
+"""Keys of these sections that a resumed run may change: how long the job trains, and where and in what portions. The
+portions change a result by its rounding only."""
 
 _RECORDED_PACKAGES = ("tidegate", "torch", "megatron-core")
 
@@ -129,7 +149,7 @@ def refuse_claim(config: JobConfig, start: Start, *, fresh_command: str = "--for
     if start is Start.FRESH:
         _refuse_occupied(folder, fresh_command)
     elif start is Start.RESUME:
-        _refuse_other_job(folder, config, fresh_command)
+        _refuse_other_lineage(folder, config, fresh_command)
     elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
         raise CannotStart(f"{folder.root} is not a job's folder, so it is not removed: choose another output folder")
     _refuse_unmakeable(folder.root)
@@ -170,42 +190,68 @@ def _refuse_without_memory(config: JobConfig) -> None:
 def _refuse_occupied(folder: JobFolder, fresh_command: str) -> None:
     if not folder.config.exists():
         return
-    has_finished = folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
-    state, goes_on = ("has finished", "") if has_finished else ("was started before", "go on with it (--resume), ")
+    name, where = folder.root.name, folder.root
+    if _has_finished(folder):
+        state, goes_on = "has finished", "train on with more algorithm.iterations (--resume)"
+    else:
+        state, goes_on = "was started before", "go on with it (--resume)"
     raise CannotStart(
-        f"job {folder.root.name} {state} in {folder.root}: {goes_on}remove it and start over ({fresh_command}), or "
-        "give the config another job name"
+        f"job {name} {state} in {where}: {goes_on}, give the config another job name, or remove the older run with all "
+        f"that it trained ({fresh_command})"
     )
 
 
-def _refuse_other_job(folder: JobFolder, config: JobConfig, fresh_command: str) -> None:
+def _has_finished(folder: JobFolder) -> bool:
+    return folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
+
+
+def _refuse_other_lineage(folder: JobFolder, config: JobConfig, fresh_command: str) -> None:
+    """CannotStart where the config cannot go on with the folder's job."""
     saved = saved_config(folder)
     if saved is None:
         raise CannotStart(f"there is nothing to resume: {folder.root} holds no job; start it without --resume")
-    if folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED:
-        raise CannotStart(
-            f"job {config.job} has finished, there is nothing to resume: tidegate describe {config.job} shows its "
-            f"result; {_how_to_start_over(config, fresh_command)}"
-        )
     before, after = _deciding(saved), _deciding(config)
     if config.actor.lr_schedule.budget_mismatch is not OnMismatch.ERROR:
         # The config says which schedule holds, and the actor applies that.
         for deciding in (before, after):
             leave_out_schedule(deciding["actor"])
-    changed = list(_differences(before, after))
-    if changed:
-        raise CannotStart(
-            f"job {config.job} cannot go on with another config; changed are {'; '.join(changed)}. Give it the values "
-            "that it was started with (actor.lr_schedule.budget_mismatch can say whose learning-rate schedule holds); "
-            f"{_how_to_start_over(config, fresh_command)}"
+    if changed := list(_differences(before, after)):
+        rates = (
+            ", or say by actor.lr_schedule.budget_mismatch whose learning-rate schedule holds"
+            if any(each.startswith(("actor.learning_rate", "actor.lr_")) for each in changed)
+            else ""
         )
+        raise CannotStart(
+            f"job {config.job} cannot go on with {', '.join(changed)}: a resume keeps what decides the samples; set it "
+            f"back{rates}, or give the config another job name"
+        )
+    num_iterations, was = config.algorithm.iterations, saved.algorithm.iterations
+    if _has_finished(folder) and num_iterations <= was:
+        raise CannotStart(
+            f"job {config.job} has finished its {was} iterations, there is nothing to resume: tidegate describe "
+            f"{config.job} shows its result; to train on, set algorithm.iterations above {was} (is {num_iterations})"
+        )
+    if (found := newest_checkpoint(folder.checkpoints, fresh_command=fresh_command)) is not None:
+        _refuse_other_course(config, found)
 
 
-def _how_to_start_over(config: JobConfig, fresh_command: str) -> str:
-    """A user's own servers keep their data of a job. `--force` empties only the job's folder."""
-    if config.servers.nats_url or config.servers.redis_url:
-        return "to start over, give the config another job name"
-    return f"to remove it and start over: {fresh_command}"
+def _refuse_other_course(config: JobConfig, found: FoundCheckpoint) -> None:
+    """CannotStart where the checkpoint has more iterations than the config, or another schedule of the rate."""
+    num_iterations = config.algorithm.iterations
+    if num_iterations < found.next_iteration:
+        raise CannotStart(
+            f"job {config.job} cannot go on with algorithm.iterations={num_iterations}: checkpoint {found.name} has "
+            f"{found.next_iteration} iterations; set it to {found.next_iteration} or more"
+        )
+    on_mismatch = config.actor.lr_schedule.budget_mismatch
+    try:
+        if found.lr is not None:
+            resumed(decoded(found.lr), schedule_of(config), rules_of(config), on_mismatch=on_mismatch)
+    except ForeignCheckpoint:
+        # The actor adopts such a checkpoint as the config's legacy_policy says.
+        return
+    except LrError as error:
+        raise CannotStart(f"job {config.job} cannot go on from checkpoint {found.name}: {error}") from error
 
 
 def _deciding(config: JobConfig) -> dict[str, Any]:
@@ -218,6 +264,9 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
     }
     del dumped["model"]["tokenizer"]
+    for section, keys in _MAY_CHANGE.items():
+        for key in keys:
+            del dumped[section][key]
     for key in RESUME_KEYS:
         del dumped["actor"]["lr_schedule"][key]
     if dumped["data"] is not None:
@@ -233,7 +282,11 @@ def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "")
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{where}{key}.")
         elif old != new:
-            yield f"{where}{key} (was {old}, is {new})"
+            yield f"{where}{key}={_as_yaml(new)} (was {_as_yaml(old)})"
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _refuse_unmakeable(root: Path) -> None:

@@ -131,6 +131,17 @@ def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
     return seconds
 
 
+def at_rest(report: control_pb2.GetJobResponse) -> control_pb2.GetJobResponse:
+    """The scheduler's last report, once all processes are gone: every component is down and holds no GPU."""
+    left = control_pb2.GetJobResponse()
+    left.CopyFrom(report)
+    for component in left.components:
+        component.state = "down"
+        component.ClearField("grants")
+        component.ClearField("layout")
+    return left
+
+
 def without_phase(message: str, phase: str) -> str:
     """Removes the phase from the start of a message, which the scheduler sometimes repeats there."""
     return message.removeprefix(f"{phase}: ")

@@ -34,7 +34,6 @@ from tidegate.config.sections.record import tracking_faults
 from tidegate.config.sections.scheduler import moving_fault
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
-from tidegate.launcher.checkpoint import newest_checkpoint
 from tidegate.launcher.claim import (
     Claim,
     Start,
@@ -46,7 +45,7 @@ from tidegate.launcher.claim import (
 )
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
-from tidegate.launcher.outcome import End, Outcome, iteration_seconds
+from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
 from tidegate.launcher.preflight import check_devices, check_engine, check_servers, check_weights
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
@@ -83,8 +82,6 @@ async def check_job(request: RunRequest) -> Job:
     """All checks of a start, without any change. ConfigError, or the job with its data's checksums."""
     job = await _checked(request)
     refuse_claim(request.config, request.start, fresh_command=request.fresh_command)
-    if request.start is Start.RESUME:
-        newest_checkpoint(JobFolder.of(request.config).checkpoints, fresh_command=request.fresh_command)
     return job
 
 
@@ -207,7 +204,7 @@ class _Run:
             message=message,
             seed=self._config.seed,
             wall_s=window.wall_ns / 1e9,
-            job=self._status(),
+            job=at_rest(self._status()),
             timeline=str(attempt.trace),
             seconds=self._seconds,
             stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,

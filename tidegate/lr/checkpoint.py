@@ -103,8 +103,9 @@ def resumed(
 ) -> LrLedger:
     """The saved ledger under the schedule and the rules of a config.
 
-    The config's treatment of skips and empty batches holds from here on. CheckpointRefused: a step would change its
-    meaning. BudgetMismatch: the schedules differ and `on_mismatch` is ERROR.
+    The config's treatment of skips and empty batches holds from here on, and so does its budget where the rate is
+    constant. CheckpointRefused: a step would change its meaning. BudgetMismatch: the schedules differ in another way
+    and `on_mismatch` is ERROR.
     """
     was = saved.rules
     if (was.mode, was.logical_minibatch) != (rules.mode, rules.logical_minibatch):
@@ -116,7 +117,8 @@ def resumed(
     now = replace(saved, rules=rules)
     if saved.schedule == schedule or on_mismatch is OnMismatch.CHECKPOINT:
         return now
-    if on_mismatch is OnMismatch.ERROR:
+    is_longer_only = schedule.decay is Decay.CONSTANT and replace(saved.schedule, budget=schedule.budget) == schedule
+    if on_mismatch is OnMismatch.ERROR and not is_longer_only:
         raise BudgetMismatch(
             f"the checkpoint has a budget of {saved.schedule.budget} steps, of which {saved.progress} are done, and "
             f"the config one of {schedule.budget} ({_differences(saved.schedule, schedule)}): choose whose schedule "

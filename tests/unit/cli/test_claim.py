@@ -13,9 +13,20 @@ import pytest
 from tests.unit.cli.configs import small_config
 from tidegate.attempts import attempts_in
 from tidegate.config.job_config import JobConfig
+from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import CannotStart, Start, claim_folder, host_memory_folder, refuse_running, saved_config
+from tidegate.launcher.claim import (
+    CannotStart,
+    Start,
+    claim_folder,
+    host_memory_folder,
+    refuse_claim,
+    refuse_running,
+    saved_config,
+)
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.lr.checkpoint import encoded
+from tidegate.lr.progress import LrLedger
 from tidegate.v1 import control_pb2
 
 
@@ -133,7 +144,10 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
         run_once(tmp_path, Start.RESUME)
     run_once(tmp_path)
     finish(tmp_path)
-    with pytest.raises(CannotStart, match="has finished, there is nothing to resume"):
+    with pytest.raises(
+        CannotStart,
+        match=r"has finished its 2 iterations, there is nothing to resume: .* algorithm.iterations above 2 \(is 2\)$",
+    ):
         run_once(tmp_path, Start.RESUME)
 
 
@@ -141,27 +155,81 @@ def test_a_resumed_run_may_not_change_what_decides_its_samples(tmp_path: Path) -
     run_once(tmp_path)
     other = load_job(small_config(tmp_path, seed=7))
     with (
-        pytest.raises(CannotStart, match=r"changed are seed \(was 0, is 7\)"),
+        pytest.raises(
+            CannotStart, match=r"cannot go on with seed=7 \(was 0\): .* set it back, or give .* another job name$"
+        ),
         claim_folder(other, Start.RESUME, now_unix_s=0.0),
     ):
         pass
 
 
-@pytest.mark.parametrize(
-    ("servers", "want"),
-    [({}, "start over: tidegate demo$"), ({"redis_url": "redis://mine:6379"}, "give the config another job name")],
-    ids=["embedded servers are emptied with the folder", "one's own keep what they hold"],
-)
-def test_the_advice_to_start_over_depends_on_who_owns_the_servers(
-    servers: dict[str, str], want: str, tmp_path: Path
-) -> None:
+def more_iterations(tmp_path: Path, num_iterations: int, **changes: Any) -> JobConfig:
+    algorithm = small_config(tmp_path).algorithm.model_dump() | {"iterations": num_iterations}
+    return small_config(tmp_path, algorithm=algorithm, **changes)
+
+
+def save_checkpoint(tmp_path: Path, *, num_iterations: int, config: JobConfig) -> None:
+    """A checkpoint of which a launcher reads the manifest alone."""
+    folder = JobFolder.of(config).checkpoints / f"inc001-it{num_iterations:06}"
+    folder.mkdir()
+    ledger = LrLedger(schedule_of(config), rules_of(config))
+    manifest = {
+        "next_iteration": num_iterations,
+        "version": num_iterations,
+        "ledger": json.dumps({"num_trained": 8}),
+        "lr": encoded(ledger),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_resumed_run_may_have_more_iterations_and_other_gpus_and_layouts(tmp_path: Path) -> None:
     run_once(tmp_path)
-    other = load_job(small_config(tmp_path, seed=7, servers=servers))
-    with (
-        pytest.raises(CannotStart, match=want),
-        claim_folder(other, Start.RESUME, fresh_command="tidegate demo", now_unix_s=0.0),
+    save_checkpoint(tmp_path, num_iterations=2, config=small_config(tmp_path))
+    finish(tmp_path)
+    config = more_iterations(
+        tmp_path,
+        5,
+        cluster={"nodes": {"m0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-5", "inference": "6-7"}},
+        actor={"learning_rate": 1e-3, "layout": {"tp": 2, "pp": 2}, "micro_batch_size": 2, "recompute": "full"},
+        inference={"layout": {"dp": 2}},
+    )
+    with claim_folder(load_job(config), Start.RESUME, now_unix_s=0.0) as claim:
+        assert (claim.config.algorithm.iterations, list(claim.config.cluster.nodes)) == (5, ["m0"])
+        assert claim.checkpoint is not None
+
+
+def test_a_resumed_run_has_no_fewer_iterations_than_its_checkpoint(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    save_checkpoint(tmp_path, num_iterations=2, config=small_config(tmp_path))
+    refuse_claim(more_iterations(tmp_path, 2), Start.RESUME)
+    with pytest.raises(
+        CannotStart,
+        match=r"with algorithm.iterations=1: checkpoint inc001-it000002 has 2 iterations; set it to 2 or more$",
     ):
-        pass
+        refuse_claim(more_iterations(tmp_path, 1), Start.RESUME)
+
+
+def test_more_iterations_of_a_rate_that_falls_need_a_choice_of_the_schedule(tmp_path: Path) -> None:
+    def falling(num_iterations: int, **section: str) -> JobConfig:
+        schedule = {"decay": "cosine", **section}
+        return more_iterations(tmp_path, num_iterations, actor={"learning_rate": 1e-3, "lr_schedule": schedule})
+
+    with claim_folder(load_job(falling(2)), Start.FRESH, now_unix_s=0.0):
+        save_checkpoint(tmp_path, num_iterations=1, config=falling(2))
+    refuse_claim(falling(2), Start.RESUME)
+    with pytest.raises(CannotStart, match=r"budget 2 and 5\): choose whose schedule holds, config or checkpoint"):
+        refuse_claim(falling(5), Start.RESUME)
+    for chosen in ("config", "checkpoint"):
+        refuse_claim(falling(5, budget_mismatch=chosen), Start.RESUME)
+
+
+def test_no_refused_resume_advises_to_remove_the_job(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    finish(tmp_path)
+    for config in (small_config(tmp_path), small_config(tmp_path, seed=7)):
+        with pytest.raises(CannotStart) as refused:
+            refuse_claim(config, Start.RESUME)
+        assert "force" not in str(refused.value)
 
 
 SGLANG = {"engine": "sglang", "sglang": {"python": "python"}}
@@ -171,8 +239,8 @@ FLOAT32 = {"engine": "sglang", "sglang": {"python": "python", "dtype": "float32"
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, SGLANG, r"rollout.engine \(was embedded, is sglang\); rollout.sglang.dtype \(was None, is bfloat16\)"),
-        (SGLANG, FLOAT32, r"changed are rollout.sglang.dtype \(was bfloat16, is float32\)\."),
+        ({}, SGLANG, r"rollout.engine=sglang \(was embedded\), rollout.sglang.dtype=bfloat16 \(was null\)"),
+        (SGLANG, FLOAT32, r"cannot go on with rollout.sglang.dtype=float32 \(was bfloat16\):"),
     ],
     ids=["another engine", "another precision"],
 )
@@ -204,7 +272,10 @@ def test_a_resumed_run_may_change_the_rate_schedule_only_where_budget_mismatch_s
     run_once(tmp_path)
     section = {"budget_updates": 99}
     with (
-        pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.budget_updates \(was None, is 99\)"),
+        pytest.raises(
+            CannotStart,
+            match=r"with actor.lr_schedule.budget_updates=99 \(was null\): .*actor.lr_schedule.budget_mismatch",
+        ),
         claim_folder(load_job(with_schedule(tmp_path, **section)), Start.RESUME, now_unix_s=0.0),
     ):
         pass
@@ -223,7 +294,7 @@ def test_a_resume_whose_schedule_may_change_keeps_what_progress_is_counted_by(tm
     section["mode"] = "optimizer_updates"
     config = small_config(tmp_path, actor=changed | {"lr_schedule": section})
     with (
-        pytest.raises(CannotStart, match=r"changed are actor.lr_schedule.mode \(was nominal, is optimizer_updates\)"),
+        pytest.raises(CannotStart, match=r"with actor.lr_schedule.mode=optimizer_updates \(was nominal\)"),
         claim_folder(load_job(config), Start.RESUME, now_unix_s=0.0),
     ):
         pass

@@ -211,7 +211,7 @@ def test_a_started_job_is_held_to_the_data_that_it_started_with(tmp_path: Path) 
         pass
     changed = asyncio.run(with_checked_data(load_job(loaded(tmp_path, [RIGHT, RIGHT]))))
     with (
-        pytest.raises(CannotStart, match=r"changed are data.checksum \(was \w+, is \w+\)"),
+        pytest.raises(CannotStart, match=r"cannot go on with data.checksum=\w+ \(was \w+\)"),
         claim_folder(changed, Start.RESUME, now_unix_s=0.0),
     ):
         pass

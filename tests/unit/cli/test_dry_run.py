@@ -119,8 +119,8 @@ def test_an_older_run_is_reported_and_stays(tmp_path: Path, capsys: pytest.Captu
         assert "group_size: 2" in printed(capsys, small_file(tmp_path), start)
     assert main(["run", str(small_file(tmp_path)), "--resume", "--dry-run", "algorithm.group_size=4"]) == 2
     said = capsys.readouterr().err
-    assert "changed are algorithm.group_size (was 2, is 4)" in said
-    assert f"start over: tidegate run {tmp_path / 'small.yaml'} algorithm.group_size=4 --force [override" in said
+    assert "cannot go on with algorithm.group_size=4 (was 2)" in said
+    assert "give the config another job name [override algorithm.group_size]" in said
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
 
 

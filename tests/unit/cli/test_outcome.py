@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.launcher.outcome import End, Outcome, iteration_seconds
+from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 WANT_KEYS = [
@@ -65,6 +65,19 @@ def test_the_summary_adds_up_the_iterations() -> None:
 def test_an_iteration_done_again_after_a_restart_counts_once_by_its_later_account() -> None:
     summary = outcome(row(0, 0.1), row(1, 0.2), row(1, 0.9, incarnation=2)).summary()
     assert (summary["iterations"], summary["reward_last"], summary["samples_generated"]) == (2, 0.9, 16)
+
+
+def test_a_job_whose_processes_are_gone_has_no_gpu_and_keeps_its_figures() -> None:
+    report = outcome(row(0, 0.25)).job
+    actor = report.components.add(role=types_pb2.ROLE_ACTOR, state="up", lead="actor@n0")
+    actor.layout.dp = 2
+    actor.grants.add(gpu="n0/0")
+    left = at_rest(report)
+    assert list(left.components) == [
+        control_pb2.ComponentStatus(role=types_pb2.ROLE_ACTOR, state="down", lead="actor@n0")
+    ]
+    assert left.iterations == report.iterations
+    assert report.components[0].state == "up", "the report itself stays as it was"
 
 
 def test_a_run_without_iterations_has_no_reward() -> None:

@@ -120,6 +120,15 @@ def test_another_budget_is_refused_until_a_setting_chooses_the_schedule() -> Non
     assert (chosen.schedule, chosen.progress) == (longer, Fraction(1, 3)), "progress is never scaled"
 
 
+def test_a_constant_rate_goes_on_under_another_budget_and_under_no_other_rate() -> None:
+    constant = LrSchedule(3e-4, budget=2400, warm_up=Fraction(25, 2))
+    saved = replace(half_way(), schedule=constant)
+    longer = replace(constant, budget=3000)
+    assert resumed(saved, longer, RULES) == replace(saved, schedule=longer)
+    with pytest.raises(BudgetMismatch, match=r"peak 0.0003 and 0.0002"):
+        resumed(saved, replace(longer, peak=2e-4), RULES)
+
+
 def test_a_resume_with_the_same_schedule_takes_the_rules_of_the_config() -> None:
     rules = replace(RULES, on_skip=OnSkip.ADVANCE, max_consecutive_skips=9)
     assert resumed(half_way(), COSINE, rules) == replace(half_way(), rules=rules)
