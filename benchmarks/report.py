@@ -45,7 +45,7 @@ class Report:
             "met": self.is_met,
             "cases": list(self.cases),
             "against": self.against,
-            "commit": _commit(),
+            "commit": commit(),
             "machine": _machine(),
         }
 
@@ -78,14 +78,15 @@ def publish(report: Report, options: argparse.Namespace) -> int:
     return 0 if report.is_met else 1
 
 
+def commit() -> str:
+    """The commit of this working tree, or `unknown` where it has no repository."""
+    said = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    return said.stdout.strip() or "unknown"
+
+
 def _holds(value: float, goal: str) -> bool:
     relation, _, bound = goal.partition(" ")
     return bool(_COMPARE[relation](value, float(bound)))
-
-
-def _commit() -> str:
-    said = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    return said.stdout.strip() or "unknown"
 
 
 def _machine() -> str:
