@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from benchmarks.report import Report, arguments, publish, spread
 from benchmarks.reshard_ranks import SIDES
-from benchmarks.reshard_state import model, num_parameters, peak_bytes
+from benchmarks.reshard_state import Width, model, num_parameters, peak_bytes
 from tests.ranks import RankServer, Results, rank_server
 from tidegate.types import Layout
 
@@ -61,7 +61,7 @@ class Size:
     """The size of a case's model, and its reason."""
 
     num_layers: int
-    is_small: bool
+    width: Width
     num_parameters: int
     peak_bytes: Mapping[str, int]
     remark: str
@@ -70,8 +70,9 @@ class Size:
 def size_of(source: Layout, target: Layout, *, is_quick: bool) -> Size:
     """The largest model that fits. If none fits, the smallest one."""
     budget = int(SHARE_OF_MEMORY * _available_bytes())
+    width = Width.SMALL if is_quick else Width.USUAL
     for num_layers in NUM_LAYERS if not is_quick else NUM_LAYERS[-1:]:
-        count = num_parameters(model(num_layers, is_small=is_quick))
+        count = num_parameters(model(num_layers, width=width))
         peaks = peak_bytes(count, source, target)
         if max(peaks.values()) <= budget or num_layers == NUM_LAYERS[-1]:
             break
@@ -80,7 +81,7 @@ def size_of(source: Layout, target: Layout, *, is_quick: bool) -> Size:
         remark += "; a small model, for a quick answer"
     elif num_layers != NUM_LAYERS[0]:
         remark += f"; with {NUM_LAYERS[0]} layers the peak would not fit"
-    return Size(num_layers, is_quick, count, peaks, remark)
+    return Size(num_layers, width, count, peaks, remark)
 
 
 def measure(server: RankServer, source: Layout, target: Layout, size: Size, num_runs: int) -> list[Results]:
@@ -89,7 +90,7 @@ def measure(server: RankServer, source: Layout, target: Layout, size: Size, num_
             "source": asdict(source),
             "target": asdict(target),
             "num_layers": size.num_layers,
-            "is_small": size.is_small,
+            "width": size.width,
             "num_runs": num_runs + 1,
             "sides": list(SIDES),
             "folder": folder,

@@ -94,7 +94,9 @@ class TorchCheckpoint:
         groups: Any = ProcessGroupCollection.use_mpu_process_groups()
         layout, place = mesh.layout, mesh.coordinates(mesh.ranks.index(self._crew.rank))
         of_stage = torch.tensor(mesh.ranks).view(layout.pp, layout.dp, layout.tp)[place.stage].T
-        devices = DeviceMesh.from_group([groups.tp, groups.dp], "cpu", of_stage, mesh_dim_names=("tp", "dp"))
+        devices = DeviceMesh.from_group(
+            [groups.tp, groups.dp], self._crew.device.type, of_stage, mesh_dim_names=("tp", "dp")
+        )
         weights = dict(self._state.provider.local_parameters(self._trained.chunks, mesh, self._crew.rank))
         for parameter in self._state.parameters():
             if parameter.name not in weights:
@@ -104,7 +106,7 @@ class TorchCheckpoint:
                 own = weights[parameter.name].detach()
                 own = own if block is None else own.chunk(2)[block]
                 self._held[key] = DTensor.from_local(
-                    own if kind is StateKind.WEIGHT else torch.empty(local),
+                    own if kind is StateKind.WEIGHT else torch.empty(local, device=self._crew.device),
                     devices,
                     placements,
                     run_check=False,

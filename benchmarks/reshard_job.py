@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,8 +20,6 @@ from tidegate.elastic.plan.layout import Mesh
 from tidegate.megatron import parallel
 from tidegate.megatron.updates import data_parallel, distributed_optimizer
 from tidegate.types import Layout
-
-CPU = torch.device("cpu")
 
 
 class MegatronJob:
@@ -56,7 +53,7 @@ class MegatronJob:
         if self._crew.rank not in mesh.ranks:
             return None
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        modules = self._state.provider.build(mesh, self._crew.rank, groups, device=CPU)
+        modules = self._state.provider.build(mesh, self._crew.rank, groups, device=self._crew.device)
         chunks = [data_parallel(module, groups) for module in modules]
         return Trained(chunks, distributed_optimizer(chunks, adam(), groups), groups)
 

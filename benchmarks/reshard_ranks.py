@@ -18,7 +18,7 @@ from benchmarks.reshard_dcp import TorchCheckpoint
 from benchmarks.reshard_megatron import DistCheckpointing
 from benchmarks.reshard_refit import Refit
 from benchmarks.reshard_sides import Crew, Side
-from benchmarks.reshard_state import LogicalState, model
+from benchmarks.reshard_state import LogicalState, Width, model
 from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, IntoFreshMemory, WeightsAlone
 from tests.ranks import RankContext, Results
 from tidegate.elastic.plan.layout import Mesh
@@ -41,7 +41,7 @@ def measure_case(
     source: dict[str, int],
     target: dict[str, int],
     num_layers: int,
-    is_small: bool,
+    width: str,
     num_runs: int,
     sides: list[str],
     folder: str,
@@ -49,21 +49,22 @@ def measure_case(
     """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, and `SIDE/PART` in seconds, with one element a
     run."""
     crew = Crew.of(context, Path(folder))
-    state = LogicalState(model(num_layers, is_small=is_small))
+    state = LogicalState(model(num_layers, width=Width(width)))
     meshes = [
         state.provider.mesh(layout, tuple(range(layout.num_ranks))) for layout in (Layout(**source), Layout(**target))
     ]
     found: Results = {}
     for name in sides:
         side = SIDES[name](crew, state)
-        found |= {f"{name}/{key}": np.array(values) for key, values in _times(crew, side, meshes, num_runs).items()}
+        found |= {f"{name}/{key}": np.array(values) for key, values in times_of(crew, side, meshes, num_runs).items()}
         del side
         gc.collect()
     crew.part()
     return found
 
 
-def _times(crew: Crew, side: Side, meshes: list[Mesh], num_runs: int) -> dict[str, list[float]]:
+def times_of(crew: Crew, side: Side, meshes: list[Mesh], num_runs: int) -> dict[str, list[float]]:
+    """The side's times as above, without its name."""
     times: dict[str, list[float]] = {}
     for run in range(num_runs):
         side.prepare(*meshes)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from benchmarks.reshard_state import CPU
 from tests.ranks import RankContext
 from tidegate.elastic.epoch.rendezvous import connect_store, serve_store, use_interface
 from tidegate.elastic.plan.layout import Mesh
@@ -51,15 +53,17 @@ class Crew:
     folder: Path
     """A folder in memory for the files of the sides."""
     timeout_s: float
+    device: torch.device
+    """That of the tensors of all ranks."""
     _num_meetings: int = 0
     _num_worlds: int = 0
 
     @classmethod
-    def of(cls, context: RankContext, folder: Path) -> Crew:
+    def of(cls, context: RankContext, folder: Path, device: torch.device = CPU) -> Crew:
         use_interface("lo")
         fd, timeout_s = context.listen_fd, context.timeout_s
         store = connect_store(context.port, timeout_s=timeout_s) if fd is None else serve_store(fd, timeout_s=timeout_s)
-        return cls(context.rank, context.world_size, store, folder, timeout_s)
+        return cls(context.rank, context.world_size, store, folder, timeout_s, device)
 
     def meet(self) -> None:
         """Wait until all ranks are here."""

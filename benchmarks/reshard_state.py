@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from math import ceil, prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from tidegate.megatron.gpt_provider import GptProvider, fill
 from tidegate.model_config import ModelConfig
 from tidegate.types import Layout
 
+CPU = torch.device("cpu")
 NUM_STEPS = 7.0
 """The step count of every parameter."""
 _PERIOD = 1_048_573
@@ -30,18 +32,31 @@ _PERIOD = 1_048_573
 _FP32 = 4
 
 
-def model(num_layers: int, *, is_small: bool = False) -> GptProvider:
-    """A model of 97.5M parameters with 12 layers: 6.3M a layer and 22M in both embeddings. A small one has 1/40 of
-    each."""
-    width = 128 if is_small else 768
+class Width(StrEnum):
+    """The parameters of a layer, and of both embeddings."""
+
+    SMALL = "small"
+    """0.2M and 0.5M."""
+    USUAL = "usual"
+    """6.3M and 22M: 97.5M parameters with 12 layers."""
+    LARGE = "large"
+    """45M and 134M: 1.0G parameters with 20 layers."""
+
+
+def model(num_layers: int, *, width: Width = Width.USUAL) -> GptProvider:
+    hidden_size, ffn_hidden_size, num_heads, head_dim, vocab_size = {
+        Width.SMALL: (128, 384, 4, 32, 2048),
+        Width.USUAL: (768, 2048, 12, 64, 14_336),
+        Width.LARGE: (2048, 5632, 16, 128, 32_768),
+    }[width]
     config = ModelConfig(
         num_layers=num_layers,
-        hidden_size=width,
-        ffn_hidden_size=2048 if not is_small else 384,
-        num_heads=12 if not is_small else 4,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_heads=num_heads,
         num_kv_heads=4,
-        head_dim=64 if not is_small else 32,
-        vocab_size=14_336 if not is_small else 2048,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
         max_seq_len=64,
     )
     return GptProvider(config, padded_vocab=config.vocab_size)
@@ -74,12 +89,12 @@ def peak_bytes(num_parameters: int, source: Layout, target: Layout) -> dict[str,
 
 
 class LogicalState:
-    """Weights and optimizer state of one logical model."""
+    """Weights and optimizer state of one logical model. Its values are computed on `device`."""
 
-    def __init__(self, provider: GptProvider) -> None:
+    def __init__(self, provider: GptProvider, device: torch.device = CPU) -> None:
         self.provider = provider
         self._by_name = {parameter.name: parameter for parameter in provider.parameters()}
-        self._pattern = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(1))
+        self._pattern = torch.rand(_PERIOD, generator=torch.Generator().manual_seed(1)).to(device)
 
     def tensor(self, name: str, kind: StateKind) -> torch.Tensor:
         """The logical tensor."""
@@ -93,7 +108,7 @@ class LogicalState:
         parameter = self._by_name[name]
         tp_rank = mesh.coordinates(mesh.ranks.index(me)).tp
         shard = shard_of(parameter.shape, parameter.cut, tp=mesh.layout.tp, tp_rank=tp_rank)
-        local = torch.empty(shard.num_elements)
+        local = torch.empty(shard.num_elements, device=self._pattern.device)
         fill(local, self.tensor(name, kind), shard)
         return local
 
@@ -105,7 +120,9 @@ class LogicalState:
     def check(self, chunks: Sequence[torch.nn.Module], optimizer: Any, mesh: Mesh, me: int) -> None:
         """AssertionError: an element is wrong."""
         for tensor, want, what in self._held(chunks, optimizer, mesh, me):
-            assert torch.equal(tensor.reshape(-1), want), f"{what} in {mesh.layout} at member {me} is not as it was"
+            assert torch.equal(tensor.reshape(-1), want.to(tensor.device)), (
+                f"{what} in {mesh.layout} at member {me} is not as it was"
+            )
 
     def parameters(self) -> Iterable[Parameter]:
         return self._by_name.values()

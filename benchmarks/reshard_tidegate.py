@@ -32,8 +32,6 @@ from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.trainer import ElasticTrainer
 
-CPU = torch.device("cpu")
-
 
 class ByGloo:
     """Every byte is sent."""
@@ -76,8 +74,8 @@ class ByGloo:
             traffic,
             group=self._world.group(members),
             members=members,
-            source=OwnArena(CPU),
-            target=OwnArena(CPU),
+            source=OwnArena(self._crew.device),
+            target=OwnArena(self._crew.device),
             barrier=self._crew.meet,
         )
         return {"floor": seconds}
@@ -188,7 +186,7 @@ class WeightsAlone:
 def _join(crew: Crew) -> World:
     """Join all ranks of the case, also those on standby."""
     membership = Membership(1, tuple(range(crew.size)))
-    return World.join(membership, me=crew.rank, store=crew.new_world(), device=CPU, timeout_s=crew.timeout_s)
+    return World.join(membership, me=crew.rank, store=crew.new_world(), device=crew.device, timeout_s=crew.timeout_s)
 
 
 def _part(crew: Crew, state: LogicalState, source: State, target: State) -> Part:

@@ -12,7 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +28,10 @@ Also pinned memory, which only CUDA has: models/common/embeddings/rope_utils.py:
 
 _TYPE_NAMES = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor"}
 """optimizer/distrib_optimizer.py:401, 466, 758; optimizer/clip_grads.py:174 compare with these type names."""
+
+_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
+"""transformer/moe/paged_stash.py:12 imports these kernels, the only ones without a guard. They need Triton, which CPU
+builds of torch do not bring, and nothing on a CPU runs them."""
 
 
 class _IdleStream:
@@ -46,6 +53,8 @@ def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> 
         return False
     if torch.cuda.current_device.__module__ == __name__:
         return True
+    if not _has_triton():
+        sys.modules.setdefault(_KERNELS, _kernels_without_triton())
     for owner, name, stand_in in _replacements():
         setattr(owner, name, stand_in)
     # Import the module only now: it takes names from torch.cuda at its import.
@@ -54,6 +63,19 @@ def install(cuda_is_available: Callable[[], bool] = torch.cuda.is_available) -> 
     # tensor_parallel/random.py:135 sets the state through CUDA's default generators, which a CPU build does not have.
     megatron_random._set_cuda_rng_state = _set_cpu_rng_state
     return True
+
+
+def _has_triton() -> bool:
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+
+
+def _kernels_without_triton() -> ModuleType:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a Triton kernel was called on a CPU")
+
+    kernels = ModuleType(_KERNELS)
+    vars(kernels).update(GLOBAL_BLOCK_SIZE=1024, paged_stash_copy_kernel=refuse, paged_stash_pop_kernel=refuse)
+    return kernels
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:

@@ -37,7 +37,7 @@ from tidegate.types import Layout
 
 
 @contextmanager
-def world(context: RankContext, layout: dict[str, int]) -> Iterator[ParallelRanks]:
+def world(context: RankContext, layout: dict[str, int], *, device: torch.device = CPU) -> Iterator[ParallelRanks]:
     rendezvous = Rendezvous(
         rank=context.rank,
         world_size=context.world_size,
@@ -45,7 +45,7 @@ def world(context: RankContext, layout: dict[str, int]) -> Iterator[ParallelRank
         timeout_s=context.timeout_s,
         listen_fd=context.listen_fd,
     )
-    with parallel(rendezvous, Layout(**layout), device=CPU, seed=0) as ranks:
+    with parallel(rendezvous, Layout(**layout), device=device, seed=0) as ranks:
         yield ranks
 
 
@@ -59,10 +59,11 @@ def trainer(
     weights: InitialWeights | None = None,
     store: TCPStore | None = None,
     epoch: int = 1,
+    device: torch.device = CPU,
 ) -> Iterator[MegatronTrainer]:
     """A trainer that is started in this layout on all ranks, from `source` or `weights` if set."""
     members = tuple(range(context.world_size))
-    epoch_world = join(context, store or open_store(context), epoch=epoch, members=members)
+    epoch_world = join(context, store or open_store(context), epoch=epoch, members=members, device=device)
     actor = MegatronTrainer(settings, epoch_world, weights=weights)
     if source is None:
         actor.elastic.start(Layout(**layout))
@@ -82,6 +83,7 @@ def one_update(
     rate: float = 1e-3,
     precision: str = "fp32",
     max_tokens: int | None = None,
+    device: str = "cpu",
 ) -> Results:
     """Initial parameters, and the loss, gradients and metrics of one update, by logical name with their places."""
     settings = small_job.trainer_settings(
@@ -91,21 +93,21 @@ def one_update(
         precision=precision,
         max_tokens=max_tokens,
     )
-    with trainer(context, layout, settings) as actor:
+    with trainer(context, layout, settings, device=torch.device(device)) as actor:
         results: Results = {}
         by_name = {parameter.name: parameter for parameter in actor.elastic.provider.parameters()}
         skeleton, me = actor.elastic.state.skeleton, actor.elastic.world.me
         holders = Holders(State(skeleton.mesh))
         for name, tensor in local_parameters(actor):
             (holding,) = holders.holdings(by_name[name], Slot.WEIGHT, me)
-            results[f"param/{name}"] = tensor.detach().float().clone().numpy()
+            results[f"param/{name}"] = tensor.detach().float().cpu().clone().numpy()
             results[f"shape/{name}"] = np.array(by_name[name].shape)
             results[f"rows/{name}"] = np.array(shard_of(by_name[name].shape, by_name[name].cut, tp=1, tp_rank=0).rows)
             results[f"blocks/{name}"] = np.array(holding.blocks).reshape(-1, 6)
         report = actor.train_minibatch(small_job.recorded_samples(), rate)
         for name, gradient in skeleton.gradients().items():
             whole = np.full(results[f"param/{name}"].shape, np.nan, np.float32)
-            whole.reshape(-1)[slice(*skeleton.ranges()[name])] = gradient.clone().numpy()
+            whole.reshape(-1)[slice(*skeleton.ranges()[name])] = gradient.cpu().clone().numpy()
             results[f"grad/{name}"] = whole
         results["committed"] = np.array(report.committed)
         results["loss"], results["grad_norm"] = np.array(report.loss), np.array(report.grad_norm)

@@ -46,10 +46,10 @@ def test_loss_and_gradient_are_those_of_the_formulas(
         world_size,
         {"layout": layout, "grpo": grpo, "tied": tied},
     )
-    want = _reference(got, small_job.grpo_settings(**grpo), tied=tied)
+    want = reference_of(got, small_job.grpo_settings(**grpo), tied=tied)
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"
     assert 0.2 < want.mismatch.get("mismatch_truncated", 0.5) < 0.8, "weights on both sides of the cap"
-    _assert_same(got, want)
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("max_tokens", [24, 96], ids=["under a cap that most are over", "under a cap of several"])
@@ -57,41 +57,41 @@ def test_loss_and_gradient_under_a_token_cap_are_those_of_the_formulas(ranks: Ra
     grpo: dict[str, Any] = {"aggregation": "seq-mean-token-mean"}
     arguments = {"layout": {"pp": 2, "dp": 2}, "grpo": grpo, "max_tokens": max_tokens}
     got = ranks.run("tests.integration.megatron.actor_trainer_ranks:one_update", 4, arguments)
-    _assert_same(got, _reference(got, small_job.grpo_settings(**grpo), tied=False))
+    assert_same(got, reference_of(got, small_job.grpo_settings(**grpo), tied=False))
 
 
-def _assert_same(got: list[Results], want: reference.Loss) -> None:
+def assert_same(got: list[Results], want: reference.Loss, *, tolerance: float = TOLERANCE) -> None:
     for rank in got:
         assert bool(rank["committed"])
-        assert abs(float(rank["loss"]) - want.loss) <= TOLERANCE * want.absolute_terms
-        assert float(rank["metric/absolute_terms"]) == pytest.approx(want.absolute_terms, rel=TOLERANCE)
-        assert float(rank["metric/kl"]) == pytest.approx(want.kl, rel=TOLERANCE)
+        assert abs(float(rank["loss"]) - want.loss) <= tolerance * want.absolute_terms
+        assert float(rank["metric/absolute_terms"]) == pytest.approx(want.absolute_terms, rel=tolerance)
+        assert float(rank["metric/kl"]) == pytest.approx(want.kl, rel=tolerance)
         assert float(rank["metric/clip_fraction"]) == pytest.approx(want.clip_fraction)
         for name, figure in want.mismatch.items():
             assert float(rank[f"metric/{name}"]) == pytest.approx(figure), name
         norm = torch.cat([gradient.flatten() for gradient in want.gradients.values()]).norm()
-        assert float(rank["grad_norm"]) == pytest.approx(float(norm), rel=TOLERANCE)
+        assert float(rank["grad_norm"]) == pytest.approx(float(norm), rel=tolerance)
     gradients = logical_tensors(got, "grad")
     assert gradients.keys() == want.gradients.keys()
     for name, gradient in gradients.items():
-        assert _distance(gradient, want.gradients[name]) <= TOLERANCE, name
+        assert distance(gradient, want.gradients[name]) <= tolerance, name
 
 
 def test_loss_and_gradient_in_bf16_are_those_of_the_formulas_within_rounding(ranks: RankServer) -> None:
     grpo: dict[str, Any] = {"aggregation": "token-mean"}
     arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "grpo": grpo, "precision": "bf16"}
     got = ranks.run("tests.integration.megatron.actor_trainer_ranks:one_update", 8, arguments)
-    want = _reference(got, small_job.grpo_settings(**grpo), tied=False)
+    want = reference_of(got, small_job.grpo_settings(**grpo), tied=False)
     for rank in got:
         assert bool(rank["committed"])
         assert abs(float(rank["loss"]) - want.loss) <= BF16_TOLERANCE * want.absolute_terms
     gradients = logical_tensors(got, "grad")
-    errors = {name: _distance(gradient, want.gradients[name]) for name, gradient in gradients.items()}
+    errors = {name: distance(gradient, want.gradients[name]) for name, gradient in gradients.items()}
     assert {name: error for name, error in errors.items() if not error <= BF16_TOLERANCE} == {}
     assert max(errors.values()) > TOLERANCE, "it was computed in bf16"
 
 
-def _reference(got: list[Results], settings: GrpoSettings, *, tied: bool) -> reference.Loss:
+def reference_of(got: list[Results], settings: GrpoSettings, *, tied: bool) -> reference.Loss:
     """The reference's loss for the ranks' parameters."""
     assert settings.max_new_tokens is not None
     return reference.grpo(
@@ -109,5 +109,5 @@ def _reference(got: list[Results], settings: GrpoSettings, *, tied: bool) -> ref
     )
 
 
-def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())

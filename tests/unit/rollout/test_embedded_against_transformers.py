@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,10 +75,15 @@ def hugging_face_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_tokens_are_those_of_transformers_generate(shape: str) -> None:
-    config, model = SHAPES[shape], llama(SHAPES[shape])
+    check_greedy_tokens(SHAPES[shape])
+
+
+def check_greedy_tokens(config: ModelConfig, **options: Any) -> None:
+    """`options` are those of the engine. transformers computes on the CPU."""
+    model = llama(config)
     sampling = SamplingParams(max_new_tokens=60, temperature=0)
     requests = [request_of(name, prompt=prompt, sampling=sampling) for name, prompt in PROMPTS.items()]
-    finished = run(engine_of(config), *requests)
+    finished = run(engine_of(config, **options), *requests)
     for name, prompt in PROMPTS.items():
         ids = torch.tensor([prompt])
         output = model.generate(

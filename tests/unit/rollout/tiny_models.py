@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -47,9 +48,11 @@ def random_weights(config: ModelConfig, *, seed: int = 0, padding_rows: int = 3)
     return tensors
 
 
-def engine_of(config: ModelConfig = TINY, *, max_running_requests: int = 8, weights_seed: int = 0) -> EmbeddedEngine:
-    """An engine that is awake, with random weights as version 1."""
-    engine = EmbeddedEngine(config, max_running_requests=max_running_requests)
+def engine_of(
+    config: ModelConfig = TINY, *, max_running_requests: int = 8, weights_seed: int = 0, **options: Any
+) -> EmbeddedEngine:
+    """An engine that is awake, with random weights as version 1. `options` are further ones of the engine."""
+    engine = EmbeddedEngine(config, max_running_requests=max_running_requests, **options)
     engine.update_weights(1, random_weights(config, seed=weights_seed))
     return engine
 

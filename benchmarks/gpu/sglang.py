@@ -1,0 +1,92 @@
+"""SGLang on the device, where SGLANG_PYTHON or this interpreter has it.
+
+The seconds of its start, of a weight update, of sleep and wake, and its tokens a second by batch: what the simulator
+takes for an engine's decode costs. All figures are those of one small model with random weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engines import requests_of, timed, weights_of
+from benchmarks.gpu.report import PartReport, Skipped
+from services.rollout.sglang.engine import SglangEngine
+from services.rollout.sglang.server import ServerSettings
+from tidegate.model_config import ModelConfig
+
+_START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: ModelConfig
+    batches: tuple[int, ...]
+
+
+def _model(num_layers: int, hidden_size: int, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=3 * hidden_size,
+        num_heads=hidden_size // 64,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=vocab_size,
+        max_seq_len=320,
+    )
+
+
+SIZES = {
+    "cuda": Size(_model(16, 1024, 32_000), batches=(1, 4, 16, 64)),
+    "cpu": Size(_model(2, 128, 320), batches=(1, 4)),
+}
+
+
+def measure(device: str, report: PartReport) -> None:
+    python = os.environ.get("SGLANG_PYTHON", "")
+    if not python and importlib.util.find_spec("sglang") is None:
+        raise Skipped("SGLang is not installed here: name the interpreter that has it, SGLANG_PYTHON=PATH make gpu")
+    with tempfile.TemporaryDirectory(prefix="tidegate-gpu-") as folder:
+        measure_with(Path(python or sys.executable), SIZES[device], device, Path(folder), report)
+
+
+def measure_with(python: Path, size: Size, device: str, folder: Path, report: PartReport) -> None:
+    settings = ServerSettings(
+        python=python,
+        folder=folder,
+        scratch=folder / "scratch",
+        model=size.model,
+        device=device,
+        gpu_index=0,
+        dtype="bfloat16",
+        max_running_requests=max(size.batches),
+        start_timeout_s=_START_TIMEOUT_S,
+    )
+    began = time.perf_counter()
+    engine = SglangEngine(settings)
+    try:
+        report.note({"start_s": time.perf_counter() - began})
+        weights = weights_of(size.model)
+        report.note({"first_update_s": _seconds(lambda: engine.update_weights(1, weights))})
+        # Warm up: the first requests of a batch size may compile.
+        for batch in size.batches:
+            timed(engine, requests_of(batch))
+            rate, _ = timed(engine, requests_of(batch))
+            report.note({f"batch_{batch}_tokens_per_s": rate})
+        report.note({"sleep_s": _seconds(engine.sleep), "wake_s": _seconds(engine.wake)})
+        report.note({"update_s": _seconds(lambda: engine.update_weights(2, weights))})
+    finally:
+        engine.close()
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began

@@ -1,0 +1,33 @@
+"""The embedded engine on a CUDA device: its tokens, and its log-probabilities against the trainer's there.
+
+It has not run yet, so the tolerances are guesses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import RankServer
+
+pytestmark = pytest.mark.gpu
+TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
+"""In nats. The engine computes in fp32 from the trainer's weights, so bf16 has the rounding of the trainer's layers."""
+
+
+def test_greedy_tokens_are_those_of_transformers_generate(cuda: str) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    from tests.unit.rollout.test_embedded_against_transformers import SHAPES, check_greedy_tokens
+
+    for config in SHAPES.values():
+        check_greedy_tokens(config, device=torch.device(cuda))
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_log_probabilities_of_the_engine_are_those_of_the_trainer(ranks: RankServer, cuda: str, precision: str) -> None:
+    arguments = {"tied": False, "temperature": 1.0, "device": cuda, "precision": precision}
+    (got,) = ranks.run("tests.integration.rollout.scoring:generate_and_score", 1, arguments)
+    for name in [name for name in got if name.startswith("trainer/")]:
+        engine = got[name.replace("trainer", "engine")]
+        np.testing.assert_allclose(engine, got[name], atol=TOLERANCES[precision], rtol=0, err_msg=name)
