@@ -6,18 +6,28 @@
 # make mutations    breaks the code on purpose and shows that the tests notice
 # make test-wandb   the rows for W&B, offline, with its packages
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
+# make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
+# make wheels       the packages that a machine with its own torch and no network lacks: make wheels PY=3.12
 #
 # PYTHON       the interpreter that makes .venv (3.11 or newer)
 # TORCH_INDEX  an extra package index that serves torch, such as PyTorch's CPU one; your pip settings apply as well
 # ARGS         passed on to `tidegate demo` and to pytest: make demo ARGS="--seed 1"
 # JOBS         test processes side by side, 0 for none: make test JOBS=0 ARGS="tests/unit -k layout"
-# PART         the K-th of N parts of the long tests: make test-long PART=2/4
+# PART         the K-th of N parts of the long tests: make test-long PART=2/4; or one part of make gpu: PART=reshard
+# DRY          lists the parts of make gpu and runs none: make gpu DRY=1
+# DEVICE       cpu: the parts of make gpu at a tiny size, without CUDA
+# WHEELS       the folder of make wheels: make gpu WHEELS=build/wheels/3.12 PYTHON=/path/to/python/with/torch
+# PY           the Python of that machine, 3.11 to 3.13: make wheels PY=3.12
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 JOBS ?= 3
 PART ?=
+DRY ?=
+DEVICE ?= cuda
+WHEELS ?=
+PY ?= 3.12
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +38,9 @@ INSTALL := $(BIN)/python $(PIP_INSTALL)
 # SGLang has its own environment: its pins differ from Tidegate's
 SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
+# An environment of the wheels, on top of an interpreter that has torch
+GPU_VENV := .venv-gpu
+GPU := $(GPU_VENV)/.installed
 # mypy refuses a folder without Python files
 CHECKED = $(foreach folder,tidegate cli services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -38,7 +51,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long mutations test-wandb test-sglang test-all fmt lint proto schema lock clean
+.PHONY: help demo test test-long mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -102,6 +115,18 @@ test-wandb: $(DEV)
 	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
 
 test-all: test test-long mutations test-wandb test-sglang
+
+# DRY asks no package of an environment. WHEELS makes one without a network; else it is the usual one.
+gpu: $(if $(DRY),,$(if $(WHEELS),$(GPU),$(DEV)))
+	@$(if $(DRY),$(PYTHON),$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python) -m benchmarks.gpu --device $(DEVICE) \
+		$(if $(PART),--part $(PART)) $(if $(DRY),--dry-run) $(ARGS)
+
+$(GPU): $(wildcard $(WHEELS)/*.whl) tools/offline.py
+	@$(PYTHON) tools/offline.py $(GPU_VENV) $(WHEELS) >&2
+	@touch $@
+
+wheels: $(RUNTIME)
+	@$(BIN)/python -m tools.wheels --python $(PY) --into build/wheels/$(PY) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # The quick checks come first.
 lint: $(DEV)

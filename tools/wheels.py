@@ -5,8 +5,6 @@ These packages are not in the folder:
 - torch, which comes with the machine, and what only torch needs;
 - what downloads from Hugging Face, which nothing here does;
 - transformers, which is large: the test that compares with it takes the machine's own, or is skipped.
-
-Invariant: a folder holds each package once, and nothing for another Python. [test_wheels: former_wheels_go]
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.machine import facts
-from benchmarks.gpu.parts import chosen, parts
-from benchmarks.gpu.runner import run_parts, table
-from benchmarks.report import RESULTS, commit
+from benchmarks.gpu.parts import Part, chosen, parts
 
 _ON_CPU = Path("build/gpu")
 """The folder of results of tiny sizes on a CPU. Git ignores it: they are no measurements."""
@@ -26,13 +24,22 @@ def main() -> int:
         for part in to_run:
             print(f"{part.name:10} at most {part.limit_s:4.0f} s  {part.about}")
         return 0
+    return _run(to_run, options.device, options.results)
+
+
+def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
+    # Import only now: a dry run needs no installed package.
+    from benchmarks.gpu.machine import facts
+    from benchmarks.gpu.runner import run_parts, table
+    from benchmarks.report import RESULTS, commit
+
     try:
         machine = facts()
     except RuntimeError as error:
         return _refuse(str(error))
-    if options.device == "cuda" and machine["device"] is None:
+    if device == "cuda" and machine["device"] is None:
         return _refuse(f"torch {machine['torch']} sees no CUDA device; DEVICE=cpu tries the parts at a tiny size")
-    folder = options.results or (RESULTS / "gpu" if options.device == "cuda" else _ON_CPU)
+    folder = folder or (RESULTS / "gpu" if device == "cuda" else _ON_CPU)
     # Forked ranks ask whether there is CUDA: by NVML, for a context cannot be forked.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
     results = run_parts(
