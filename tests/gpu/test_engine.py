@@ -18,7 +18,7 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
 
 def test_greedy_tokens_are_those_of_transformers_generate(cuda: str) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
-    from tests.unit.rollout.test_embedded_against_transformers import SHAPES, check_greedy_tokens
+    from tests.unit.rollout.against_transformers import SHAPES, check_greedy_tokens
 
     for config in SHAPES.values():
         check_greedy_tokens(config, device=torch.device(cuda))

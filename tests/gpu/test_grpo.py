@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.integration.megatron import small_job
-from tests.integration.megatron.logical_tensors import logical_tensors
-from tests.integration.megatron.test_grpo_reference import (
+from tests.integration.megatron.grpo_reference import (
     BF16_TOLERANCE,
     assert_same,
     distance,
     reference_of,
 )
+from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer
 
 pytestmark = pytest.mark.gpu

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from services.actor.grpo import GrpoSettings
-from tests.integration.megatron import reference, small_job
+from tests.integration.megatron import small_job
+from tests.integration.megatron.grpo_reference import BF16_TOLERANCE, TOLERANCE, assert_same, distance, reference_of
 from tests.integration.megatron.logical_tensors import logical_tensors
-from tests.ranks import RankServer, Results
-
-TOLERANCE = 1e-5
-"""The loss is compared relative to the sum of |terms|, a gradient in L2. fp32 leaves about 1e-6 of either."""
-BF16_TOLERANCE = 5e-2
-"""The same measures; a bf16 weight has 8 bits."""
+from tests.ranks import RankServer
 
 LAYOUTS = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -60,23 +54,6 @@ def test_loss_and_gradient_under_a_token_cap_are_those_of_the_formulas(ranks: Ra
     assert_same(got, reference_of(got, small_job.grpo_settings(**grpo), tied=False))
 
 
-def assert_same(got: list[Results], want: reference.Loss, *, tolerance: float = TOLERANCE) -> None:
-    for rank in got:
-        assert bool(rank["committed"])
-        assert abs(float(rank["loss"]) - want.loss) <= tolerance * want.absolute_terms
-        assert float(rank["metric/absolute_terms"]) == pytest.approx(want.absolute_terms, rel=tolerance)
-        assert float(rank["metric/kl"]) == pytest.approx(want.kl, rel=tolerance)
-        assert float(rank["metric/clip_fraction"]) == pytest.approx(want.clip_fraction)
-        for name, figure in want.mismatch.items():
-            assert float(rank[f"metric/{name}"]) == pytest.approx(figure), name
-        norm = torch.cat([gradient.flatten() for gradient in want.gradients.values()]).norm()
-        assert float(rank["grad_norm"]) == pytest.approx(float(norm), rel=tolerance)
-    gradients = logical_tensors(got, "grad")
-    assert gradients.keys() == want.gradients.keys()
-    for name, gradient in gradients.items():
-        assert distance(gradient, want.gradients[name]) <= tolerance, name
-
-
 def test_loss_and_gradient_in_bf16_are_those_of_the_formulas_within_rounding(ranks: RankServer) -> None:
     grpo: dict[str, Any] = {"aggregation": "token-mean"}
     arguments = {"layout": {"tp": 2, "pp": 2, "dp": 2}, "grpo": grpo, "precision": "bf16"}
@@ -89,25 +66,3 @@ def test_loss_and_gradient_in_bf16_are_those_of_the_formulas_within_rounding(ran
     errors = {name: distance(gradient, want.gradients[name]) for name, gradient in gradients.items()}
     assert {name: error for name, error in errors.items() if not error <= BF16_TOLERANCE} == {}
     assert max(errors.values()) > TOLERANCE, "it was computed in bf16"
-
-
-def reference_of(got: list[Results], settings: GrpoSettings, *, tied: bool) -> reference.Loss:
-    """The reference's loss for the ranks' parameters."""
-    assert settings.max_new_tokens is not None
-    return reference.grpo(
-        small_job.small_model(tied=tied),
-        logical_tensors(got, "param"),
-        small_job.recorded_samples(),
-        temperature=small_job.TEMPERATURE,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        kl_coefficient=settings.kl_coefficient,
-        aggregation=settings.aggregation.value,
-        old_log_probs=settings.old_log_probs.value,
-        importance_cap=settings.importance_cap,
-        max_new_tokens=settings.max_new_tokens,
-    )
-
-
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
