@@ -23,7 +23,8 @@ def measure(device: str, report: PartReport) -> None:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
         report.note({"free_bytes": free_bytes, "total_bytes": total_bytes, "capability": capability})
-        report.note({"num_devices": torch.cuda.device_count(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))})
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call] # torch's is not annotated
+        report.note({"num_devices": torch.cuda.device_count(), "nccl": ".".join(map(str, nccl))})
     report.note({"driver": driver(), "num_cores": len(os.sched_getaffinity(0))})
     report.note({"packages": {name: _version(name) for name in _OPTIONAL}})
     missing = [f"{found.check}: {found.found}; {found.remedy}" for found in examine() if found.health is not Health.OK]

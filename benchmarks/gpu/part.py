@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.parts import parts
 from benchmarks.gpu.report import SKIPPED_STATUS, PartReport, Skipped
+from tidegate.megatron import cpu_stand_in
 
 _MODULES = {"tests": "marked_tests"}
 """The modules that are not called as their parts."""
@@ -25,6 +26,8 @@ def main() -> int:
     parser.add_argument("report", type=Path)
     options = parser.parse_args()
     report = PartReport(options.report)
+    # Before a part imports Megatron. It changes nothing where CUDA is present.
+    cpu_stand_in.install()
     try:
         importlib.import_module(module_of(options.name)).measure(options.device, report)
     except Skipped as reason:
