@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -10,7 +13,6 @@ import torch
 from benchmarks.gpu.copies import copy_rates
 from benchmarks.gpu.machine import driver
 from benchmarks.gpu.report import PartReport
-from cli.doctor import Health, examine
 
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 _OPTIONAL = ("transformers", "transformer_engine", "apex", "sglang", "triton")
@@ -27,10 +29,18 @@ def measure(device: str, report: PartReport) -> None:
         report.note({"num_devices": torch.cuda.device_count(), "nccl": ".".join(map(str, nccl))})
     report.note({"driver": driver(), "num_cores": len(os.sched_getaffinity(0))})
     report.note({"packages": {name: _version(name) for name in _OPTIONAL}})
-    missing = [f"{found.check}: {found.found}; {found.remedy}" for found in examine() if found.health is not Health.OK]
+    missing = _missing()
     report.note({"missing": missing})
     for line in missing:
         print(line)
+
+
+def _missing() -> list[str]:
+    """What `tidegate doctor` finds bad or warns of. It exits with 1 where something is bad."""
+    command = [sys.executable, "-m", "cli", "doctor", "-o", "json"]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    findings = json.loads(answer.stdout)
+    return [f"{each['check']}: {each['found']}; {each['remedy']}" for each in findings if each["health"] != "ok"]
 
 
 def _version(package: str) -> str | None:
