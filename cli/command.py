@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
             print((files("tidegate") / "config.schema.json").read_text(), end="")
             return 0
         case "doctor":
-            return job_commands.doctor(output_dir, form)
+            return job_commands.doctor(args.config, args.output_dir, form)
         case "get":
             return asyncio.run(job_commands.get(args.what, args.jobs, output_dir, form))
         case "describe":
@@ -135,7 +135,8 @@ def _parser() -> Parser:
     _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
     simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
-    command("doctor", "Check whether this machine has everything that a job needs.")
+    doctor = command("doctor", "Check whether this machine has everything that a job needs.", output_dir=None)
+    doctor.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="the job, as for `run` (default: any)")
     get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "deadletters"])
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")

@@ -10,16 +10,34 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict
 
 from cli import job_streams, jobs
-from cli.doctor import Health, examine
+from cli.doctor import Finding, Health, examine
 from cli.rows import Form, Row, show, table
+from tidegate.config.files import load_sources, sources_of
+from tidegate.config.job_config import ConfigError
+from tidegate.config.reading.origins import with_origins
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.runtime.cuda import cuda_fault
 from tidegate.v1 import control_pb2
 
 
-def doctor(output_dir: Path, form: Form) -> int:
-    """Returns 1 when a finding is bad."""
-    findings = examine(output_dir=output_dir)
+def doctor(words: list[str], output_dir: str | None, form: Form) -> int:
+    """Returns 1 when a finding is bad. ConfigError, after the findings, when the job needs what is not here.
+
+    `words` are the config of a job and changes of it. Without them the checks are those of a job with default folders.
+    """
+    if not words:
+        return _show_findings(examine(output_dir=Path(output_dir or "jobs")), form)
+    sourced = load_sources(sources_of(words, {} if output_dir is None else {"output_dir": output_dir}))
+    config = sourced.config
+    findings = examine(output_dir=Path(config.output_dir), host_memory_root=Path(config.runtime.host_memory_root))
+    code = _show_findings(findings, form)
+    if fault := cuda_fault(config.cluster):
+        raise ConfigError(with_origins(fault, sourced.layer))
+    return code
+
+
+def _show_findings(findings: list[Finding], form: Form) -> int:
     rows = [asdict(finding) for finding in findings]
     show(rows, ("health", "check", "found", "remedy"), form=form, out=sys.stdout, empty="")
     return int(any(finding.health is Health.BAD for finding in findings))

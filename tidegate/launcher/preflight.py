@@ -13,11 +13,8 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-import torch
-
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
-from tidegate.config.checks.job import devices_fault
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
@@ -30,12 +27,6 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackag
 from tidegate.types import JobId
 
 ANSWER_TIMEOUT_S = 3.0
-
-
-def check_devices(config: JobConfig) -> None:
-    """CannotStart when this machine has fewer CUDA devices than the job's slots need."""
-    if fault := devices_fault(config.cluster, torch.cuda.device_count()):
-        raise CannotStart(fault)
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

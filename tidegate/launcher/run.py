@@ -35,6 +35,7 @@ from tidegate.config.sections.scheduler import moving_fault
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.claim import (
+    CannotStart,
     Claim,
     Start,
     claim_folder,
@@ -46,12 +47,13 @@ from tidegate.launcher.claim import (
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
-from tidegate.launcher.preflight import check_devices, check_engine, check_servers, check_weights
+from tidegate.launcher.preflight import check_engine, check_servers, check_weights
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusUnavailable, StreamFull
 from tidegate.runtime.cancellation import raise_if_cancelled
+from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
 from tidegate.runtime.service import connect_bus
@@ -109,7 +111,8 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
 async def _checked(request: RunRequest) -> Job:
     if fault := moving_fault(request.config.scheduler):
         raise ConfigError(fault)
-    check_devices(request.config)
+    if fault := cuda_fault(request.config.cluster):
+        raise CannotStart(fault)
     job = load_job(request.config)
     refuse_running(JobFolder.of(request.config))
     if faults := tracking_faults(request.config.tracking):

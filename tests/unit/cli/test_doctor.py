@@ -1,12 +1,19 @@
-"""The doctor's check of the disk. A folder that does not exist yet is on the disk of its nearest existing parent."""
+"""The doctor's checks of the disk and of CUDA, for any job and for the job of a config.
+
+A folder that does not exist yet is on the disk of its nearest existing parent.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from cli.doctor import Health, disk, examine, gpus
+from cli.__main__ import main
+from cli.doctor import Health, disk, examine
+from tests.unit.cli.configs import small_config, small_file
+from tidegate.runtime.cuda import cuda_fault
 
 MORE_THAN_ANY_DISK = 2**80
 
@@ -28,20 +35,24 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
 
 
-@pytest.mark.parametrize(
-    ("devices", "want", "want_found"),
-    [
-        ([], Health.OK, "none that torch can use: jobs run on CPU slots"),
-        (["H200 of 140 GiB"], Health.WARN, "1: H200 of 140 GiB"),
-        (["H200 of 140 GiB"] * 2, Health.WARN, "2: H200 of 140 GiB"),
-        (["H200 of 140 GiB"] * 3, Health.OK, "3: H200 of 140 GiB"),
-    ],
-    ids=["none", "one", "too few for a job's components", "one for each component"],
-)
-def test_fewer_gpus_than_components_give_a_warning_that_shared_ones_are_for_trials(
-    devices: list[str], want: Health, want_found: str
+
+
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+@without_cuda
+def test_a_job_on_cuda_is_refused_by_the_doctor_in_one_line_below_its_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = gpus(devices)
-    assert (found.health, found.found) == (want, want_found)
-    assert ("set cluster.slots_per_gpu" in found.remedy) == (want is Health.WARN)
-    assert found.remedy.endswith("for trials, not for speed") == (want is Health.WARN)
+    assert main(["doctor", str(small_file(tmp_path)), "cluster.device=cuda"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"tidegate: cluster.device=cuda, but on this machine torch {torch.__version__} ")
+    assert said.err.count("\n") == 1
+    assert f"disk of {tmp_path / 'jobs'}" in said.out
+
+
+def test_a_job_on_cpu_slots_asks_for_no_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cuda_fault(small_config(tmp_path).cluster) == ""
+    assert main(["doctor", str(small_file(tmp_path))]) == 0
+    assert f"host memory {tmp_path / 'memory'}" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from cli.__main__ import main
@@ -104,6 +105,20 @@ def test_a_dry_run_refuses_what_a_start_would_refuse(
     said = capsys.readouterr()
     assert want in said.err
     assert said.out == ""
+    assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_job_on_cuda_is_refused_in_one_line_where_there_is_no_cuda(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(small_file(tmp_path)), "cluster.device=cuda", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"tidegate: cluster.device=cuda, but on this machine torch {torch.__version__} ")
+    assert said.endswith("set cluster.device to cpu, or run it where `tidegate doctor` lists a CUDA device "
+                         "[override cluster.device]\n")
+    assert said.count("\n") == 1
     assert not (tmp_path / "jobs").exists()
 
 

@@ -184,14 +184,9 @@ def rollout_faults(config: JobSections) -> list[str]:
 
 
 def devices_fault(cluster: ClusterSection, num_found: int) -> str | None:
-    """The fault of a cluster whose nodes are on a machine with `num_found` CUDA devices. None: it fits."""
+    """The fault of a cluster whose nodes are on a machine with `num_found` CUDA devices, 1 or more. None: it fits."""
     if cluster.device == "cpu":
         return None
-    if num_found == 0:
-        return (
-            "cluster.device=cuda, and torch finds no CUDA device on this machine: set it to cpu, or see `tidegate "
-            "doctor`"
-        )
     for node, num_slots in cluster.nodes.items():
         if (needed := num_devices(num_slots, slots_per_gpu=cluster.slots_per_gpu)) > num_found:
             return (
