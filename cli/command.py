@@ -78,7 +78,7 @@ def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespac
 def _run(args: argparse.Namespace) -> int:
     if args.command in simulation.COMMANDS:
         return simulation.answer(args)
-    form, output_dir = Form(args.form), Path(args.output_dir or "")
+    form, output_dir = Form(args.form), Path(args.output_dir or "").resolve()
     match args.command:
         case "demo" | "run":
             # Import here: running a job needs a second of imports, which the other commands must not pay.
@@ -127,7 +127,8 @@ def _parser() -> Parser:
         added.add_argument(
             "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of the output"
         )
-        where = f"the folder of the jobs' folders (default: {output_dir or 'as the config says'})"
+        default = output_dir or "as the config says"
+        where = f"the folder of the jobs' folders, relative to the one you type this in (default: {default})"
         added.add_argument("--output-dir", default=output_dir, help=where)
         return added
 

@@ -28,7 +28,7 @@ from tidegate.config.schedule import lr_summary
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, Start, saved_config
 from tidegate.launcher.outcome import End, Outcome
-from tidegate.launcher.run import RunRequest, check_job, run_job
+from tidegate.launcher.run import RunRequest, check_job, place_of, run_job
 from tidegate.logs import configure_logging
 
 
@@ -76,6 +76,7 @@ def _dry_run(request: RunRequest, values_set: Layer, form: Form) -> int:
     config = asyncio.run(check_job(request)).config
     for warning in (*request.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
+    print(f"tidegate: {place_of(config)}", file=sys.stderr)
     print(f"tidegate: {lr_summary(config)}", file=sys.stderr)
     print(config.to_json() if form is Form.JSON else yaml_with_origins(config, values_set))
     return 0

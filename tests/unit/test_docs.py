@@ -19,7 +19,7 @@ ROW = re.compile(r"^\| `([\w.\[\]]+)` \| ([^|]*) \| \S", re.MULTILINE)
 def as_documented(default: Any) -> str:
     """A default in the form of the page."""
     if default is None:
-        return "none"
+        return "`null`"
     if default == "":
         return "empty"
     return f"`{json.dumps(default)}`" if not isinstance(default, str) else f"`{default}`"

@@ -124,10 +124,15 @@ async def _checked(request: RunRequest) -> Job:
     return job
 
 
+def place_of(config: JobConfig) -> str:
+    """A line with the whole path of the job's folder."""
+    return f"the folder of job {config.job} is {JobFolder.of(config).root}"
+
+
 def _report_config(request: RunRequest, view: View) -> None:
-    plan = lr_summary(request.config)
-    structlog.get_logger(SOURCE).info("config", message=plan)
-    view.plan(plan)
+    for plan in (place_of(request.config), lr_summary(request.config)):
+        structlog.get_logger(SOURCE).info("config", message=plan)
+        view.plan(plan)
     for warning in (*request.notes, *request.config.warnings()):
         structlog.get_logger(SOURCE).warning("config", message=warning)
         view.note(warning)

@@ -258,8 +258,11 @@ def test_an_empty_folder_says_so_and_is_an_empty_list(tmp_path: Path, capsys: py
     assert json.loads(answer(capsys, "get", "gpus", "-o", "json", "--output-dir", str(tmp_path))) == []
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["get", "jobs", "--output-dir", str(tmp_path / "nosuch")]) == 2
+def test_a_folder_that_is_not_there_is_named_with_its_whole_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["get", "jobs", "--output-dir", "nosuch"]) == 2
     assert f"there is no folder {tmp_path / 'nosuch'}" in capsys.readouterr().err
 
 

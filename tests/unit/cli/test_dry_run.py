@@ -116,8 +116,9 @@ def test_a_job_on_cuda_is_refused_in_one_line_where_there_is_no_cuda(
     assert main(["run", str(small_file(tmp_path)), "cluster.device=cuda", *flags]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"tidegate: cluster.device=cuda, but on this machine torch {torch.__version__} ")
-    assert said.endswith("set cluster.device to cpu, or run it where `tidegate doctor` lists a CUDA device "
-                         "[override cluster.device]\n")
+    assert said.endswith(
+        "set cluster.device to cpu, or run it where `tidegate doctor` lists a CUDA device [override cluster.device]\n"
+    )
     assert said.count("\n") == 1
     assert not (tmp_path / "jobs").exists()
 
@@ -137,6 +138,16 @@ def test_an_older_run_is_reported_and_stays(tmp_path: Path, capsys: pytest.Captu
     assert "cannot go on with algorithm.group_size=4 (was 2)" in said
     assert "give the config another job name [override algorithm.group_size]" in said
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
+
+
+def test_a_relative_output_folder_counts_from_where_the_command_is_typed_and_is_printed_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_file(tmp_path, output_dir="runs")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["run", str(path), "--dry-run"]) == 0
+    assert f"tidegate: the folder of job small is {elsewhere / 'runs' / 'small'}\n" in capsys.readouterr().err
 
 
 def test_warnings_stand_beside_the_printed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

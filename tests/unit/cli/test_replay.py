@@ -12,6 +12,8 @@ from tests.unit.cli.configs import small_config
 from tidegate.launcher.event_file import EventFile
 from tidegate.v1 import events_pb2
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "simulator.md"
+
 
 def submitted(tmp_path: Path, config_json: str) -> Path:
     """A job's folder with a record of one event."""
@@ -27,6 +29,19 @@ def submitted(tmp_path: Path, config_json: str) -> Path:
     )
     EventFile(tmp_path / "events.jsonl").append(1, event)
     return tmp_path
+
+
+def test_the_replay_of_the_page_runs_as_it_stands_there_once_the_demo_has_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = [line for line in PAGE.read_text().splitlines() if "simulate --replay" in line]
+    tidegate, *words = line.partition("[")[0].split()
+    assert tidegate == "tidegate"
+    (tmp_path / "jobs" / "demo").mkdir(parents=True)
+    submitted(tmp_path / "jobs" / "demo", small_config(tmp_path).model_dump_json())
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert "dynarl would have changed no assignment" in capsys.readouterr().out
 
 
 def test_a_record_is_replayed_to_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,18 @@ def test_json_and_back_is_the_same_config() -> None:
 
 
 WRONG = {
+    "none, where YAML writes null": (
+        _with("algorithm.importance_cap", "none"),
+        r"^algorithm.importance_cap='none': Input should be a valid number, .*; write null for no value$",
+    ),
+    "none for a section that may be left out": (
+        _with("task", "None"),
+        r"^task must hold keys and values such as name:, found 'None'; write null for no value$",
+    ),
+    "none for a key that needs a value": (
+        _with("algorithm.group_size", "none"),
+        r"^algorithm.group_size='none': Input should be a valid integer, unable to parse string as an integer$",
+    ),
     "an unknown policy names the nearest": (
         _with("scheduler", {"policy": "rlinfs"}),
         r"^scheduler.policy='rlinfs': Input should be 'static', .*; the nearest is 'rlinf'$",

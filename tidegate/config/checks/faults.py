@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -22,6 +22,10 @@ Below it two words share only a few letters, and the hint would mislead.
 
 def fault_line(root: type[BaseModel], fault: Any) -> str:
     """`fault` is one of `ValidationError.errors()`, from the validation of a value as a `root`."""
+    return _plain_line(root, fault) + _null_hint(root, fault)
+
+
+def _plain_line(root: type[BaseModel], fault: Any) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     match fault["type"]:
         case "extra_forbidden":
@@ -47,6 +51,16 @@ def _nearest_word(fault: Any) -> str:
     known = re.findall(r"'([^']+)'", fault["ctx"]["expected"])
     near = difflib.get_close_matches(fault["input"], known, n=1, cutoff=_LEAST_LIKENESS)
     return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def _null_hint(root: type[BaseModel], fault: Any) -> str:
+    """For `none` at a key that may be without a value: YAML reads that word as a text."""
+    if not fault["loc"] or str(fault["input"]).lower() != "none" or fault["type"] == "extra_forbidden":
+        return ""
+    *parents, name = fault["loc"]
+    field = _section_at(root, tuple(parents)).model_fields.get(str(name))
+    may_be_null = field is not None and type(None) in get_args(field.annotation)
+    return "; write null for no value" if may_be_null else ""
 
 
 def _unknown_key(where: str, name: str, section: type[BaseModel]) -> str:

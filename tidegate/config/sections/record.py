@@ -16,7 +16,7 @@ class SamplesSection(Section):
     """Samples in the job's folder, with texts and rewards."""
 
     per_iteration: Count | None = 32
-    """Samples of each iteration that are kept: whole groups, spread evenly over the prompts. 0 keeps none, None all."""
+    """Samples of each iteration that are kept: whole groups, spread evenly over the prompts. None: every sample."""
 
 
 class WandbSection(Section):
