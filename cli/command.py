@@ -22,6 +22,7 @@ from cli import job_commands, scaling
 from cli.jobs import UnknownJob
 from cli.rows import Form
 from cli.scaling import NotResized
+from cli.selection import Selection, add_flags
 from cli.simulation import arguments as simulation
 from cli.usage import BadUsage, Parser, seed
 from tidegate.config.base import MAX_GPUS
@@ -95,10 +96,10 @@ def _run(args: argparse.Namespace) -> int:
         case "describe":
             return asyncio.run(job_commands.describe(args.job, output_dir, form))
         case "events":
-            return asyncio.run(job_commands.events(args.job, output_dir, form, follow=args.follow))
+            events = job_commands.events(args.job, Selection.of(args), output_dir, form, follow=args.follow)
+            return asyncio.run(events)
         case "logs":
-            logs = job_commands.logs(args.job, args.source, output_dir, form, follow=args.follow, attempt=args.attempt)
-            return asyncio.run(logs)
+            return asyncio.run(job_commands.logs(args, output_dir, form))
         case "cancel":
             return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
@@ -151,8 +152,11 @@ def _parser() -> Parser:
         command(name, description).add_argument("job", metavar="JOB")
     which = commands.choices["logs"].add_mutually_exclusive_group()
     for parser_or_group in (commands.choices["events"], which):
-        parser_or_group.add_argument("--follow", action="store_true", help="continue with new lines as they come")
+        help_ = "continue with new lines as they come"
+        parser_or_group.add_argument("-f", "--follow", action="store_true", help=help_)
     which.add_argument("--attempt", type=int, metavar="N", help="the logs of the job's start N (default: the last)")
+    for name in ("events", "logs"):
+        add_flags(commands.choices[name], of_events=name == "events")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="a text that stands with the job's end")
     scale = commands.choices["scale"]

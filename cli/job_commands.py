@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from cli import job_streams, jobs
 from cli.doctor import Finding, Health, examine
 from cli.rows import Form, Row, show, table
+from cli.selection import Selection
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
@@ -97,9 +99,9 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     return 0
 
 
-async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int:
+async def events(job: str, chosen: Selection, output_dir: Path, form: Form, *, follow: bool) -> int:
     folder = jobs.job_folder(output_dir, job)
-    async for row in job_streams.events(folder, follow=follow):
+    async for row in job_streams.chosen_events(folder, chosen, follow=follow):
         as_json = form is Form.JSON
         print(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) if as_json else jobs.event_line(row))
         _flush(follow)
@@ -107,13 +109,10 @@ async def events(job: str, output_dir: Path, form: Form, *, follow: bool) -> int
     return 0
 
 
-async def logs(job: str, source: str, output_dir: Path, form: Form, *, follow: bool, attempt: int | None = None) -> int:
-    folder = jobs.job_folder(output_dir, job)
-    if attempt is not None:
-        for line in job_streams.logs_of_attempt(folder, attempt, source=source):
-            print(line if form is Form.JSON else jobs.log_line(line))
-        return 0
-    async for line in job_streams.logs(folder, source=source, follow=follow):
+async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
+    folder, follow = jobs.job_folder(output_dir, args.job), args.follow
+    lines = job_streams.chosen_logs(folder, Selection.of(args), source=args.source, follow=follow, attempt=args.attempt)
+    async for line in lines:
         print(line if form is Form.JSON else jobs.log_line(line))
         _flush(follow)
     _say_end(folder, follow)

@@ -4,6 +4,8 @@ Invariants:
 - A follower sees every row once, across restarts of the scheduler. [test_job_streams: events_go_on_after_the_last_one]
 - The job's end ends the stream and is no error. Rows that came after the scheduler left are read from the folder once
   the launcher has left too. [test_job_streams: events_that_are_followed_end_with_the_job]
+- A follower that begins at the last rows misses none and repeats none after them.
+  [test_job_streams: a_follower_of_the_tail]
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 from cli.jobs import UnknownJob
+from cli.selection import Selection
 from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.job import JobFolder
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
@@ -24,6 +28,44 @@ from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.v1 import control_pb2
 
 _BEAT_S = 0.3
+
+
+async def chosen_events(
+    folder: JobFolder, chosen: Selection, *, follow: bool
+) -> AsyncIterator[control_pb2.ListEventsResponse]:
+    """As `events`, but only the chosen ones. Who follows a tail sees the tail of those that the folder has by now."""
+    last = 0
+    if chosen.tail is not None:
+        past = _events_so_far(folder) if follow else [row async for row in events(folder, follow=False)]
+        for row in chosen.last(filter(chosen.has_event, past)):
+            yield row
+        if not follow:
+            return
+        last = past[-1].stream_sequence if past else 0
+    async for row in events(folder, follow=follow, after_sequence=last):
+        if chosen.has_event(row):
+            yield row
+
+
+async def chosen_logs(
+    folder: JobFolder, chosen: Selection, *, source: str, follow: bool, attempt: int | None = None
+) -> AsyncIterator[str]:
+    """As `logs`, or `logs_of_attempt` where one is named, but only the chosen lines. A tail is in order of time."""
+    shown: Counter[str] = Counter()
+    if attempt is not None:
+        for line in chosen.last(filter(chosen.has_line, logs_of_attempt(folder, attempt, source=source))):
+            yield line
+        return
+    if chosen.tail is not None:
+        lines = _logs_so_far(folder, source) if follow else [line async for line in logs(folder, source=source)]
+        for line in chosen.last(sorted(filter(chosen.has_line, lines), key=_time_of)):
+            yield line
+        if not follow:
+            return
+        shown.update(lines)
+    async for line in logs(folder, source=source, follow=follow, shown=shown):
+        if chosen.has_line(line):
+            yield line
 
 
 async def events(
@@ -54,9 +96,14 @@ async def events(
             yield row
 
 
-async def logs(folder: JobFolder, *, source: str, follow: bool) -> AsyncIterator[str]:
-    """JSON lines of one source, or of all, of the newest attempt. UnknownJob when the source has no log."""
-    shown: Counter[str] = Counter()
+async def logs(
+    folder: JobFolder, *, source: str, follow: bool = False, shown: Counter[str] | None = None
+) -> AsyncIterator[str]:
+    """JSON lines of one source, or of all, of the newest attempt. UnknownJob when the source has no log.
+
+    `shown` are lines that are left out, each as often as it is counted.
+    """
+    shown = Counter(shown)
     while not folder.result.exists():
         again = Counter(shown)
         try:
@@ -112,6 +159,18 @@ def goes_on_or_is_over(folder: JobFolder) -> bool:
 def _is_written(folder: JobFolder) -> bool:
     """Whether the folder has all its events: the result is written after them."""
     return folder.result.exists() or (folder.events.exists() and launcher_pid(folder) is None)
+
+
+def _events_so_far(folder: JobFolder) -> list[control_pb2.ListEventsResponse]:
+    """Those that the launcher has written. A job that starts has none yet."""
+    return list(read_events(folder.events)) if folder.events.exists() else []
+
+
+def _logs_so_far(folder: JobFolder, source: str) -> list[str]:
+    """The lines that are in the files by now. A process that starts has no file yet."""
+    with suppress(UnknownJob):
+        return list(_written_logs(folder.attempt(), source))
+    return []
 
 
 def _written_events(folder: JobFolder) -> Iterator[control_pb2.ListEventsResponse]:

@@ -36,7 +36,7 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
         return control_pb2.GetJobResponse(job="small", phase="running")
 
     async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
-        for sequence in (1, 2):
+        for sequence in range(request.after_sequence + 1, 3):
             yield event_row(sequence)
         await self._leave(context)
 

@@ -145,7 +145,13 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
         ),
         (["describe", "small", "seed=1"], "describe takes no seed=1; `tidegate describe --help` lists the"),
         (["run", "a.yaml", "--fast"], "run takes no --fast; `tidegate run --help` lists the"),
-        (["logs", "a", "--follow", "--attempt", "1"], "--attempt: not allowed with argument --follow; `tidegate logs"),
+        (["events", "a", "--since", "5"], "--since: '5' is not an age such as 30s, 5m, 2h or 1d; `tidegate events"),
+        (["logs", "a", "--tail", "-1"], "--tail: '-1' is not a whole number of rows; `tidegate logs --help` lists"),
+        (["events", "a", "--type", "faild"], "--type: 'faild' is not one of .*; the nearest is 'failed'; `tidegate"),
+        (
+            ["logs", "a", "--follow", "--attempt", "1"],
+            "--attempt: not allowed with argument -f/--follow; `tidegate logs",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_with_its_remedy_and_ends_with_2(
@@ -293,6 +299,17 @@ def test_a_finished_jobs_events_are_read_from_its_folder(finished: Path, capsys:
     row = json.loads(answer(capsys, "events", "small", "-o", "json", "--output-dir", str(finished)))
     assert row["event"]["progress"]["phase"] == "train"
     assert "train 1/4" in answer(capsys, "events", "small", "--output-dir", str(finished))
+
+
+def test_of_events_and_logs_only_those_asked_for_are_shown(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--output-dir", str(finished))
+    assert answer(capsys, "events", "small", "--type", "failed", *where) == ""
+    assert "train 1/4" in answer(capsys, "events", "small", "--type", "failed", "--type", "progress", *where)
+    assert answer(capsys, "events", "small", "--since", "5m", *where) == ""
+    assert answer(capsys, "logs", "small", "--since", "1d", *where) == ""
+    tail = answer(capsys, "logs", "small", "--tail", "1", *where)
+    assert tail == "2026-01-01T00:00:02Z  info  actor@n0  serving  boot=1\n"
+    assert answer(capsys, "logs", "small", "--attempt", "1", "--tail", "1", *where) == tail
 
 
 def test_logs_of_all_sources_come_in_order_of_time(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from cli import job_streams
 from cli.jobs import UnknownJob
+from cli.selection import Selection
 from tests.unit.cli.configs import small_config
 from tests.unit.cli.schedulers import (
     FailingScheduler,
@@ -47,6 +48,26 @@ async def test_logs_that_are_followed_end_with_the_job_and_hold_its_last_lines(j
         async with served(claim.folder, LeavingScheduler(claim.folder)):
             seen = [line async for line in job_streams.logs(claim.folder, source="", follow=True)]
     assert seen == log_of("a", "b", "c")
+
+
+async def test_a_follower_of_the_tail_sees_the_last_row_and_then_every_new_one_once(job: Any) -> None:
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
+        file = EventFile(claim.folder.events)
+        for sequence in (1, 2):
+            file.append(sequence, events_pb2.Event(id=f"e{sequence}"))
+        async with served(claim.folder, LeavingScheduler(claim.folder)):
+            rows = job_streams.chosen_events(claim.folder, Selection(tail=1), follow=True)
+            seen = [row.stream_sequence async for row in rows]
+    assert seen == [2, 3]
+
+
+async def test_a_follower_of_the_tail_of_logs_sees_the_last_line_and_then_every_new_one_once(job: Any) -> None:
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
+        (claim.attempt.logs / "scheduler.jsonl").write_text("".join(f"{line}\n" for line in log_of("a", "b")))
+        async with served(claim.folder, LeavingScheduler(claim.folder)):
+            lines = job_streams.chosen_logs(claim.folder, Selection(tail=1), source="", follow=True)
+            seen = [line async for line in lines]
+    assert seen == log_of("a", "b", "c")[1:]
 
 
 async def test_events_go_on_after_the_last_one_seen_when_the_scheduler_starts_again(job: Any) -> None:
