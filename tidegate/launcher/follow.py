@@ -13,6 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -24,6 +26,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.event_file import EventFile
+from tidegate.launcher.gpu_wait import GpuWait
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
 from tidegate.ports.bus import BusUnavailable
@@ -45,7 +48,17 @@ _ENDS = {"finished": End.FINISHED, "failed": End.FAILED, "cancelled": End.CANCEL
 class JobFollower:
     """One run of a job as its launcher sees it. `status` is the scheduler's last report."""
 
-    def __init__(self, bus: NatsBus, config: JobConfig, folder: JobFolder, view: View) -> None:
+    def __init__(
+        self,
+        bus: NatsBus,
+        config: JobConfig,
+        folder: JobFolder,
+        view: View,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now_s = now_s
+        self._gpu_wait = GpuWait()
         self._bus = bus
         self._config = config
         self._job = JobId(config.job)
@@ -145,6 +158,9 @@ class JobFollower:
         if is_of_this_run:
             self.status = status
             self._view.job(status)
+            if (message := self._gpu_wait.message(status, now_s=self._now_s())) is not None:
+                self._log.warning("no GPUs", message=message)
+                self._note(message)
         return is_of_this_run
 
     def _note(self, message: str) -> None:

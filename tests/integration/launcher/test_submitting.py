@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tidegate.launcher.outcome import End
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connect_bus
 from tidegate.types import JobId
-from tidegate.v1 import control_pb2, events_pb2
+from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, version=2, num_samples_trained=8)
 
@@ -86,6 +87,39 @@ async def test_an_earlier_runs_end_is_not_taken_for_this_ones(tmp_path: Path) ->
         finally:
             await bus.close()
     assert end is End.CANCELLED
+
+
+class WaitingScheduler(TwoRunsScheduler):
+    """Reports twice that the actor has no GPUs. Then the job is cancelled."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        super().__init__(folder)
+        self._statuses = iter((("starting", 1), ("starting", 1), ("starting", 1)))
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        status = await super().GetJob(request, context)
+        status.components.add(role=types_pb2.ROLE_ACTOR, state="down")
+        status.last_reason = "0 of 1 GPUs of the actor are free"
+        return status
+
+
+async def test_the_output_of_a_run_says_why_its_job_has_no_gpus(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder = JobFolder.of(config)
+        folder.root.mkdir(parents=True)
+        bus = await connect_bus(config, name="test")
+        try:
+            with (tmp_path / "shown").open("w") as shown:
+                view, clock = LinesView(UnfailingStream(shown)), count(step=20)
+                follower = JobFollower(bus, config, folder, view, now_s=lambda: float(next(clock)))
+                source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
+                await follower.submit(source, resume=False, checkpoint=None)
+                async with served(folder, WaitingScheduler(folder)):
+                    await follower.end()
+        finally:
+            await bus.close()
+    assert "no GPUs for actor since 20 s: 0 of 1 GPUs of the actor are free" in (tmp_path / "shown").read_text()
 
 
 def sequences(folder: JobFolder) -> list[int]:

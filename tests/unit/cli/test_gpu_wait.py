@@ -1,0 +1,45 @@
+"""When the output of a run says why its job has no GPUs."""
+
+from __future__ import annotations
+
+from tidegate.launcher.gpu_wait import LONG_S, GpuWait
+from tidegate.v1 import control_pb2, types_pb2
+
+
+def status(reason: str, *, num_gpus: int = 0, phase: str = "starting") -> control_pb2.GetJobResponse:
+    grants = [types_pb2.Grant(gpu=f"n0/{index}") for index in range(num_gpus)]
+    actor = control_pb2.ComponentStatus(role=types_pb2.ROLE_ACTOR, grants=grants)
+    return control_pb2.GetJobResponse(job="small", phase=phase, last_reason=reason, components=[actor])
+
+
+def said(*reports: tuple[float, control_pb2.GetJobResponse]) -> list[str | None]:
+    wait = GpuWait()
+    return [wait.message(report, now_s=now_s) for now_s, report in reports]
+
+
+def test_a_short_wait_is_not_said() -> None:
+    assert said((0.0, status("a")), (LONG_S - 0.1, status("a")), (LONG_S, status("b", num_gpus=1))) == [None] * 3
+
+
+def test_a_long_wait_is_said_with_the_schedulers_reason() -> None:
+    held = "0 of 1 GPUs of the actor are free (n0/0 is owned by job big)"
+    assert said((5.0, status(held)), (5.0 + LONG_S, status(held))) == [None, f"no GPUs for actor since 10 s: {held}"]
+
+
+def test_a_reason_is_said_once_and_again_when_it_has_changed() -> None:
+    reports = [(place * LONG_S, status(reason)) for place, reason in enumerate("aaabb")]
+    assert [text and text[-1] for text in said(*reports)] == [None, "a", None, "b", None]
+
+
+def test_a_wait_begins_anew_after_the_component_had_gpus() -> None:
+    reports = [
+        (0.0, status("a")),
+        (LONG_S, status("a", num_gpus=1)),
+        (LONG_S + 1, status("a")),
+        (2 * LONG_S, status("a")),
+    ]
+    assert said(*reports) == [None] * 4
+
+
+def test_a_job_that_ends_gives_its_gpus_back_and_waits_for_none() -> None:
+    assert said((0.0, status("a")), (LONG_S, status("a", phase="stopping"))) == [None, None]
