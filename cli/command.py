@@ -100,6 +100,8 @@ def _run(args: argparse.Namespace) -> int:
             return asyncio.run(events)
         case "logs":
             return asyncio.run(job_commands.logs(args, output_dir, form))
+        case "prune":
+            return job_commands.prune(args, output_dir, form)
         case "cancel":
             return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
@@ -169,6 +171,11 @@ def _parser() -> Parser:
         help="in rank order, such as n0/0,n0/1 (default: its present GPUs, less the last ones or plus free ones)",
     )
     scale.add_argument("--wait", action="store_true", help="return when the actor is there, or cannot get there")
+    prune = command("prune", "List what the stores of ended jobs take (servers/), and remove them with --yes.")
+    prune.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
+    prune.add_argument("--yes", action="store_true", help="remove them; without it, only list them")
+    help_ = "also those of failed, cancelled, interrupted and killed jobs, which then resume from a checkpoint"
+    prune.add_argument("--resumable", action="store_true", help=help_)
     dead_letter = command("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")

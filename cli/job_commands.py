@@ -11,6 +11,7 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict
 
 from cli import job_streams, jobs
+from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
 from cli.rows import Form, Row, show, table
 from cli.selection import Selection
@@ -60,6 +61,19 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         return 0
     columns = jobs.GPU_COLUMNS if what == "gpus" else jobs.DEAD_LETTER_COLUMNS
     show(rows, columns, form=form, out=sys.stdout, empty=f"none: no live job in {output_dir} has any")
+    return 0
+
+
+def prune(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
+    """Prints one row for each job with a store, and on stderr the room that it frees, or would free."""
+    folders = [jobs.job_folder(output_dir, name) for name in args.jobs] if args.jobs else jobs.job_folders(output_dir)
+    answers = [prunes.prune(folder, with_resumable=args.resumable, remove=args.yes) for folder in folders]
+    found = [answer for answer in answers if answer is not None]
+    rows = [answer.row(is_removed=args.yes) for answer in found]
+    show(rows, prunes.COLUMNS, form=form, out=sys.stdout, empty=f"no stores of jobs in {output_dir}")
+    chosen = [answer.store_bytes for answer in found if answer.is_chosen]
+    freed = f"{sum(chosen) / 2**20:.1f} MiB in {len(chosen)} store{'' if len(chosen) == 1 else 's'}"
+    print(f"freed {freed}" if args.yes else f"would free {freed}; --yes does it", file=sys.stderr)
     return 0
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from tidegate.job import JobFolder
 
@@ -27,6 +30,24 @@ def launcher_pid(folder: JobFolder) -> str | None:
         return holder_of(fd)
     else:
         return None
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def job_lock(path: Path) -> Iterator[bool]:
+    """Holds the lock within the block, so that no launcher begins. False where a launcher runs, and then holds nothing.
+
+    OSError where there is no such file: the folder has never had a launcher.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
     finally:
         os.close(fd)
 

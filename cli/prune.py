@@ -1,0 +1,77 @@
+"""Removes the stores of jobs that have ended: `servers/`, the data of a job's embedded NATS and Redis.
+
+A store of a finished job has no reader: its events, samples, checkpoints and results are files beside it. Other jobs
+that have ended can be resumed. Their stores go only on request; such a job then resumes from its newest checkpoint.
+
+Invariants:
+- The store of a job that runs stays, whatever is asked. A run cannot begin in the middle of a removal.
+  [test_prune: a_job_that_runs]
+- Without `--yes` nothing is removed. [test_prune: nothing_is_removed]
+- A store is there as a whole or not at all, also after a kill. [test_prune: a_removal_that_was_killed]
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidegate.job import JobFolder
+from tidegate.launcher.lock import LOCK, job_lock
+from tidegate.launcher.outcome import End, Outcome
+
+COLUMNS = ("job", "state", "store_bytes", "pruned", "note")
+_LEFT_OVER = "servers.removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """One job. `store_bytes` is the room that its store takes, or took. `is_chosen`: its store may go."""
+
+    job: str
+    state: str
+    store_bytes: int
+    is_chosen: bool
+    note: str
+
+    def row(self, *, is_removed: bool) -> dict[str, object]:
+        pruned = self.is_chosen and is_removed
+        values = (self.job, self.state, self.store_bytes, pruned, self.note)
+        return dict(zip(COLUMNS, values, strict=True))
+
+
+def prune(folder: JobFolder, *, with_resumable: bool, remove: bool) -> Pruned | None:
+    """None for a job without a store."""
+    stores = [path for path in (folder.servers, folder.root / _LEFT_OVER) if path.is_dir() and not path.is_symlink()]
+    if not stores:
+        return None
+    job, size = folder.root.name, sum(map(_size_bytes, stores))
+    try:
+        with job_lock(folder.root / LOCK) as is_free:
+            if not is_free:
+                return Pruned(job, "live", size, False, "it runs")
+            end = Outcome.read(folder.result).end if folder.result.exists() else None
+            state = "killed" if end is None else str(end)
+            if end is not End.FINISHED and not with_resumable:
+                return Pruned(job, state, size, False, "it can be resumed; --resumable prunes it too")
+            if remove:
+                _remove(folder)
+    except (OSError, ValueError) as error:
+        # Report it in the job's row: the stores of the other jobs can go.
+        return Pruned(job, "unknown", size, False, str(error))
+    return Pruned(job, state, size, True, "" if end is End.FINISHED else "it resumes from its newest checkpoint")
+
+
+def _remove(folder: JobFolder) -> None:
+    left_over = folder.root / _LEFT_OVER
+    if left_over.exists():
+        shutil.rmtree(left_over)
+    if folder.servers.exists():
+        # Rename first: a kill in the middle of the removal would leave half a store for a resume to find.
+        folder.servers.rename(left_over)
+        shutil.rmtree(left_over)
+
+
+def _size_bytes(folder: Path) -> int:
+    """What the files take on the disk: the streams of NATS are larger than what is in them."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
