@@ -15,6 +15,7 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def _say(error: Exception | str, *, code: int) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="tidegate", description="Runs RL post-training jobs.")
+    parser.add_argument("--version", action="version", version=f"tidegate {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, description: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
@@ -181,6 +183,13 @@ def _parser() -> Parser:
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"
 
 
 def _layout(text: str) -> Layout:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from cli import job_streams, jobs
 from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
-from cli.rows import Form, Row, show, table
+from cli.rows import Form, Row, show, table, written
 from cli.selection import Selection
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
@@ -82,7 +84,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     rows, status = jobs.iteration_rows(found), found.status
     evaluations = jobs.evaluation_rows(job, status)
     state, message = found.state, found.message
-    if form is Form.JSON:
+    if form is not Form.TABLE:
         description = {
             "job": job,
             "state": state,
@@ -93,9 +95,9 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
             "components": jobs.component_rows(status),
             "iterations": rows,
             "evaluations": evaluations,
-            "summary": found.outcome.summary() if found.outcome else None,
+            "summary": jobs.summary_row(found.outcome) if found.outcome else None,
         }
-        print(json.dumps(description))
+        print(written(description, form))
         return 0
     print(f"job {job}: {state}" + (f" ({message})" if message else ""))
     print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
@@ -116,8 +118,10 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
 async def events(job: str, chosen: Selection, output_dir: Path, form: Form, *, follow: bool) -> int:
     folder = jobs.job_folder(output_dir, job)
     async for row in job_streams.chosen_events(folder, chosen, follow=follow):
-        as_json = form is Form.JSON
-        print(json.dumps(MessageToDict(row, preserving_proto_field_name=True)) if as_json else jobs.event_line(row))
+        if form is Form.TABLE:
+            print(jobs.event_line(row))
+        else:
+            print(_in_stream(MessageToDict(row, preserving_proto_field_name=True), form))
         _flush(follow)
     _say_end(folder, follow)
     return 0
@@ -127,7 +131,7 @@ async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     folder, follow = jobs.job_folder(output_dir, args.job), args.follow
     lines = job_streams.chosen_logs(folder, Selection.of(args), source=args.source, follow=follow, attempt=args.attempt)
     async for line in lines:
-        print(line if form is Form.JSON else jobs.log_line(line))
+        print(_log_text(line, form))
         _flush(follow)
     _say_end(folder, follow)
     return 0
@@ -162,8 +166,25 @@ async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]
 
 
 def _done(row: Row, text: str, form: Form) -> int:
-    print(json.dumps(row) if form is Form.JSON else text)
+    print(text if form is Form.TABLE else written(row, form))
     return 0
+
+
+def _log_text(line: str, form: Form) -> str:
+    match form:
+        case Form.TABLE:
+            return jobs.log_line(line)
+        case Form.JSON:
+            return line
+        case Form.YAML:
+            with suppress(ValueError):
+                return _in_stream(json.loads(line), form)
+            return _in_stream(line, form)
+
+
+def _in_stream(value: Any, form: Form) -> str:
+    """One value of several that come one by one: a line of JSON, or a document of YAML."""
+    return written(value, form) if form is Form.JSON else f"---\n{written(value, form)}"
 
 
 def _say_end(folder: JobFolder, follow: bool) -> None:

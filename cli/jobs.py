@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cli.rows import Row
+from cli.rows import Row, rounded
 from cli.views import failure_text
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
@@ -138,11 +138,18 @@ def iteration_rows(found: JobDescription) -> list[dict[str, Any]]:
             "duplicates": row.num_duplicates,
             "lost": row.num_lost,
             "failed_rewards": _metric(row, "num_failed_rewards"),
-            "seconds": outcome.seconds.get(row.iteration) if outcome else None,
+            "seconds": _rounded_or_none(outcome.seconds.get(row.iteration)) if outcome else None,
             **{name: _metric(row, name) for name in LEARNING_RATE},
         }
         for row in rows
     ]
+
+
+def summary_row(outcome: Outcome) -> Row:
+    """The figures of a whole run, with rounded means."""
+    summary = outcome.summary()
+    means = {name: _rounded_or_none(summary[name]) for name in ("reward_first", "reward_last")}
+    return {**summary, **means}
 
 
 def learning_rate_line(row: Row) -> str:
@@ -163,7 +170,7 @@ def evaluation_rows(job: str, status: control_pb2.GetJobResponse) -> list[Row]:
             "version": row.version,
             "prompts": row.num_prompts,
             "samples_per_prompt": row.samples_per_prompt,
-            **{name: row.metrics[name] for name in sorted(row.metrics)},
+            **{name: rounded(row.metrics[name]) for name in sorted(row.metrics)},
         }
         for row in status.evaluations
     ]
@@ -258,7 +265,13 @@ def _picture(event: events_pb2.Event) -> str:
 
 
 def _metric(row: control_pb2.IterationSummary, name: str) -> float | None:
-    return row.metrics.get(name)
+    """A learning rate is exact: it is no mean."""
+    value = row.metrics.get(name)
+    return value if name in LEARNING_RATE else _rounded_or_none(value)
+
+
+def _rounded_or_none(value: float | None) -> float | None:
+    return None if value is None else rounded(value)
 
 
 def _details(row: control_pb2.ListEventsResponse) -> str:

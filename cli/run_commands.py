@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 from importlib.resources import as_file, files
@@ -18,7 +17,7 @@ from typing import Any
 
 from cli import jobs
 from cli.config_text import yaml_with_origins
-from cli.rows import Form, table
+from cli.rows import Form, cut_table, table, written
 from cli.views import UnfailingStream, make_view
 from tidegate.config.files import Sources, load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
@@ -48,7 +47,7 @@ def demo(args: argparse.Namespace, form: Form) -> int:
     outcome = _run(_request(config, start, command, fresh_flags=[]))
     if form is Form.TABLE:
         _print_tables(outcome)
-    print(json.dumps(outcome.summary()))
+    print(written(jobs.summary_row(outcome), Form.JSON if form is Form.TABLE else form))
     return exit_code(outcome)
 
 
@@ -87,7 +86,7 @@ def _whole_run(request: RunRequest, form: Form) -> int:
     if form is Form.TABLE:
         _print_tables(outcome)
     else:
-        print(json.dumps(outcome.summary()))
+        print(written(jobs.summary_row(outcome), form))
     return exit_code(outcome)
 
 
@@ -123,7 +122,8 @@ def _run(request: RunRequest) -> Outcome:
 def _print_tables(outcome: Outcome) -> None:
     rows = jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))
     if rows:
-        print(table(rows, jobs.ITERATION_COLUMNS))
+        rest = f"tidegate describe {outcome.job.job} lists them"
+        print(cut_table(rows, jobs.ITERATION_COLUMNS, rest=rest))
     evaluations = jobs.evaluation_rows(outcome.job.job, outcome.job)
     if evaluations:
         print(f"\n{table(evaluations, jobs.evaluation_columns(evaluations, of_several=False))}")

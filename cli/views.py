@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from structlog.typing import EventDict
 
+from cli.rows import rounded
 from tidegate.codec import decode_layout
 from tidegate.launcher.outcome import role_name, without_phase
 from tidegate.launcher.view import View
@@ -222,7 +223,7 @@ def _in_order(logger: Any, method: str, line: EventDict) -> EventDict:
 
 def figures(metrics: Any) -> dict[str, float]:
     """A component's own figures, by name."""
-    return {name: round(float(metrics[name]), 6) for name in sorted(metrics)}
+    return {name: rounded(float(metrics[name])) for name in sorted(metrics)}
 
 
 def resize_kind(committed: events_pb2.LayoutCommitted) -> str:

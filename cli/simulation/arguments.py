@@ -68,7 +68,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="EVENTS",
         help="instead of a scenario: a job's folder or events.jsonl, for its scheduler and the policy to see again",
     )
-    _add_form(simulate, "table", "json", "html", "perfetto")
+    _add_form(simulate, "table", "json", "yaml", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()
     which.add_argument("--policy", metavar="P", help=f"{_either(POLICIES)} (default: the scenario's policy, or tide)")
     which.add_argument(
@@ -90,7 +90,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="CONFIG | key=value",
         help="as for `run`",
     )
-    _add_form(plan, "table", "json")
+    _add_form(plan, "table", "json", "yaml")
     plan.add_argument(
         "--calibrated",
         metavar="SCENARIO",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cli.rows import Row, table
+from cli.rows import Form, Row, table, written
 from cli.simulation import plan_report, replay_report
 from cli.simulation.run_report import (
     ASSUMPTION_COLUMNS,
@@ -74,8 +74,8 @@ def plan(args: argparse.Namespace) -> int:
     known, found = _predict(sourced, args)
     if found[0].run is None:
         raise ConfigError(f"the iteration cannot be predicted: {found[0].refused}")
-    if args.form == "json":
-        print(json.dumps(plan_report.as_json(sourced.config, sourced.layer, found, known)))
+    if args.form != Form.TABLE:
+        print(written(plan_report.as_json(sourced.config, sourced.layer, found, known), Form(args.form)))
         return 0
     print(table(plan_report.rows(found), plan_report.ROW_COLUMNS))
     print("", *plan_report.advice(found), "", sep="\n")
@@ -164,8 +164,8 @@ def _scenario(words: Sequence[str]) -> Scenario:
 
 def _output(scenario: Scenario, runs: Sequence[Run], args: argparse.Namespace) -> str:
     match args.form:
-        case "json":
-            return json.dumps(as_json(scenario, runs))
+        case Form.JSON | Form.YAML:
+            return written(as_json(scenario, runs), Form(args.form))
         case "html":
             return rendered(as_page(scenario, runs))
         case "perfetto":

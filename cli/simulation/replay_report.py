@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 
-from cli.rows import Row, table
+from cli.rows import Form, Row, table, written
 from services.scheduler.shell.codecs.state_codec import event_of
 from services.scheduler.state import events as ev
 from simulator.outcome import PolicyDecision
@@ -17,16 +16,17 @@ from tidegate.codec import WireError
 from tidegate.v1 import control_pb2
 
 COLUMNS = ("policy", "at_s", "rollout", "actor", "inference", "reason")
-FORMS = ("table", "json")
+FORMS = tuple(Form)
 NS_PER_MS = 1_000_000
 
 
 def output(args: argparse.Namespace) -> str:
     """ScenarioError for wrong input."""
     if args.config or args.seed is not None or args.assumptions or args.form not in FORMS:
+        forms = f"{', '.join(FORMS[:-1])} or {FORMS[-1]}"
         raise ScenarioError(
-            f"--replay takes --policy or --compare and -o {' or '.join(FORMS)}: a job's events have no scenario, no "
-            "seed and no assumptions"
+            f"--replay takes --policy or --compare and -o {forms}: a job's events have no scenario, no seed and no "
+            "assumptions"
         )
     recorded = _events(args.recorded)
     try:
@@ -36,8 +36,8 @@ def output(args: argparse.Namespace) -> str:
     spec = next(each.event.body.spec for each in recorded if isinstance(each.event.body, ev.JobSubmitted))
     policies = policies_by_name(requested_policies(args) or [section.policy], section, spec)
     found = [replayed(recorded, policy, name=name) for name, policy in policies.items()]
-    if args.form == "json":
-        return json.dumps([_as_json(each) for each in found])
+    if args.form != Form.TABLE:
+        return written([_as_json(each) for each in found], Form(args.form))
     rows = [row for each in found for row in _rows(each)]
     still = [f"{each.policy} would have changed no assignment" for each in found if not each.decisions]
     parts = [table(rows, COLUMNS) if rows else "", "\n".join(still), "\n".join(_sums(found[0]))]

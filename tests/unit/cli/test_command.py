@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from google.protobuf.json_format import MessageToDict
 
 from cli import jobs
@@ -132,8 +134,11 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
             "what: 'cakes' is not one of jobs, evaluations, gpus, deadletters; `tidegate get --help` lists the",
         ),
         (["deadletter", "drop", "small", "x"], "ID: invalid int value: 'x'; `tidegate deadletter --help` lists the"),
-        (["get", "jobs", "-o", "yaml"], "-o: 'yaml' is not one of table, json; `tidegate get --help` lists the"),
-        (["plan", "a.yaml", "-o", "svg"], "-o: 'svg' is not one of table, json; `tidegate plan --help` lists the"),
+        (["get", "jobs", "-o", "xml"], "-o: 'xml' is not one of table, json, yaml; `tidegate get --help` lists the"),
+        (
+            ["plan", "a.yaml", "-o", "svg"],
+            "-o: 'svg' is not one of table, json, yaml; `tidegate plan --help` lists",
+        ),
         (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` lists the"),
         (
             ["calibrate", "a", "-o", "yml"],
@@ -247,6 +252,41 @@ def test_jobs_are_listed_in_both_forms(finished: Path, capsys: pytest.CaptureFix
     head, line = answer(capsys, "get", "jobs", "--output-dir", str(finished)).splitlines()
     assert head.split() == ["JOB", "STATE", "ITERATION", "ITERATIONS", "REWARD", "MESSAGE"]
     assert line.split() == ["small", "finished", "1", "1", "0.5", "all", "done"]
+
+
+@pytest.mark.parametrize("words", ["get jobs", "describe small", "events small", "logs small actor@n0"])
+def test_yaml_holds_the_same_as_json(words: str, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--output-dir", str(finished))
+    as_yaml = yaml.safe_load(answer(capsys, *words.split(), "-o", "yaml", *where))
+    assert as_yaml == json.loads(answer(capsys, *words.split(), "-o", "json", *where))
+
+
+def test_events_and_logs_are_one_document_of_yaml_each(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, "logs", "small", "-o", "yaml", "--output-dir", str(finished))
+    assert [line["source"] for line in yaml.safe_load_all(text)] == ["scheduler", "actor@n0"]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"tidegate {version('tidegate')}\n"
+
+
+def test_means_in_json_are_rounded_and_counts_and_rates_are_not(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome.read(result := finished / "small" / "result.json")
+    metrics = {"reward_mean": 1 / 3, "loss": -1e-7 / 3, "response_tokens_mean": 1234567.8, "lr": 1e-4 / 3}
+    outcome.job.iterations[0].metrics.update(metrics)
+    outcome.job.evaluations[0].metrics["countdown/pass@2"] = 2 / 3
+    outcome.write(result)
+    described = json.loads(answer(capsys, "describe", "small", "-o", "json", "--output-dir", str(finished)))
+    iteration = described["iterations"][0]
+    assert (iteration["reward_mean"], iteration["loss"]) == (0.333333, -3.33333e-08)
+    assert (iteration["response_tokens_mean"], iteration["lr"]) == (1234568.0, 1e-4 / 3)
+    assert described["evaluations"][0]["countdown/pass@2"] == 0.666667
+    assert (described["summary"]["reward_last"], described["summary"]["wall_s"]) == (0.333333, 2.0)
 
 
 def test_evaluations_are_listed_with_every_figure_that_a_job_has(

@@ -76,7 +76,7 @@ WRONG = {
     "a policy that is none": (["--replay", "FOLDER", "--policy", "dynar"], "the nearest is 'dynarl'"),
     "a scenario besides": (["x.yaml", "--replay", "FOLDER"], "a job's events have no scenario"),
     "a seed": (["--replay", "FOLDER", "--seed", "3"], "a job's events have no scenario, no seed"),
-    "a page": (["--replay", "FOLDER", "-o", "html"], "-o table or json"),
+    "a page": (["--replay", "FOLDER", "-o", "html"], "-o table, json or yaml"),
 }
 
 

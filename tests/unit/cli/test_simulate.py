@@ -211,7 +211,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a seed below 0": (["--seed", "-1"], "--seed: '-1' is not a whole number from 0 to 4294967295; `tidegate simulate"),
     "a seed that is no number": (["--seed", "x"], "--seed: 'x' is not a whole number from 0 to 4294967295"),
     "a seed of thousands of digits": (["--seed", "9" * 5000], "is not a whole number from 0 to 4294967295"),
-    "a form that there is not": (["-o", "svg"], "-o: 'svg' is not one of table, json, html, perfetto"),
+    "a form that there is not": (["-o", "svg"], "-o: 'svg' is not one of table, json, yaml, html, perfetto"),
     "an option that there is not": (["--fast"], "simulate takes no --fast; `tidegate simulate --help` lists"),
     "a policy and several": (["--policy", "tide", "--compare", "static,tide"], "not allowed with argument --policy"),
     "two scenarios": (["other.yaml"], "2 scenarios (SCENARIO, other.yaml): name one YAML file"),

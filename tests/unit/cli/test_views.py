@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.rows import table
+from cli.rows import MOST_ROWS, cut_table, table
 from cli.views import LinesView, OpenView, TerminalView, UnfailingStream, make_view
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
@@ -173,3 +173,16 @@ def test_a_table_has_its_numbers_to_the_right_and_a_dash_for_what_is_missing() -
         "a               0.1235  n0/0,n0/1",
         "long-name            -  -",
     ]
+
+
+def test_the_table_at_the_end_of_a_long_run_is_cut_in_the_middle() -> None:
+    rows = [{"iteration": number} for number in range(MOST_ROWS + 7)]
+    lines = cut_table(rows, ["iteration"], rest="describe lists them").splitlines()
+    numbers = [int(line) for line in lines if line.strip().isdecimal()]
+    assert numbers == [*range(15), *range(22, 37)]
+    assert lines[16] == "... 7 rows are left out here: describe lists them"
+
+
+def test_a_table_of_thirty_rows_is_whole() -> None:
+    rows = [{"iteration": number} for number in range(MOST_ROWS)]
+    assert cut_table(rows, ["iteration"], rest="") == table(rows, ["iteration"])
