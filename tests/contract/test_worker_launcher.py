@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.runtime.nodes import fork_server, grant, spec, worker_fds
@@ -71,6 +72,14 @@ async def test_the_entry_runs_with_its_channel_its_environment_and_its_log(
     async with started(launcher, spec("echo", tmp_path / "log", COLOUR="blue")) as (_, channel):
         assert await asked(channel, "COLOUR") == "blue"
         assert (tmp_path / "log").read_text() == "echo n0/0 is here\n"
+
+
+async def test_the_title_of_a_worker_names_its_job_its_role_and_its_gpu(
+    launcher: WorkerLauncher, tmp_path: Path
+) -> None:
+    async with started(launcher, spec("echo", tmp_path / "log", COLOUR="blue")) as (worker, channel):
+        assert await asked(channel, "COLOUR") == "blue"
+        assert "".join(psutil.Process(worker.pid).cmdline()) == "tidegate: demo actor n0/0"
 
 
 async def test_signals_are_reset_and_standard_input_is_empty(launcher: WorkerLauncher, tmp_path: Path) -> None:

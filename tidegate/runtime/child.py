@@ -16,6 +16,7 @@ import time
 import traceback
 
 from tidegate.runtime.launch import WorkerFds, WorkerSpec, resolve
+from tidegate.runtime.process_title import set_process_title
 from tidegate.runtime.slot_clock import SlotClock
 from tidegate.runtime.worker import WorkerChannel, die_with_service
 
@@ -38,6 +39,7 @@ def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
     status = 1
     try:
         _take_log(spec)
+        set_process_title(spec.title)
         for number in _RESET_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.environ.update(spec.env)

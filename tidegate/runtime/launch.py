@@ -7,6 +7,7 @@ Both keep these promises (tests/contract/test_worker_launcher.py checks each):
 - The launcher calls the entry with a `WorkerChannel` on copies of the descriptors. The caller closes its own.
   [test_worker_launcher: entry_runs_with_its_channel]
 - Only entries under the allowed prefixes run. [test_worker_launcher: outside_the_allowed_prefixes]
+- The title of the process names what it works for, and its GPU. [test_worker_launcher: title_of_a_worker]
 - Standard output and error go to the log file. [test_worker_launcher: entry_that_fails_leaves_its_traceback]
 - Standard input is empty, and signals have their default actions.
   [test_worker_launcher: signals_are_reset_and_standard_input]
@@ -44,12 +45,23 @@ class LauncherGone(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The specification of a worker. `entry` is "module:function"; `env` is added to the launcher's environment."""
+    """The specification of a worker.
+
+    - `entry`: "module:function".
+    - `env`: added to the launcher's environment.
+    - `works_for`: the job and the role, for the title of the process.
+    """
 
     entry: str
     grant: Grant
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    works_for: str = ""
+
+    @property
+    def title(self) -> str:
+        """The title of the worker's process."""
+        return f"tidegate: {self.works_for} {self.grant.gpu}"
 
     def to_json(self) -> str:
         return json.dumps(
@@ -60,6 +72,7 @@ class WorkerSpec:
                 "counter": self.grant.token.counter,
                 "log_path": str(self.log_path),
                 "env": dict(self.env),
+                "works_for": self.works_for,
             }
         )
 
@@ -75,6 +88,7 @@ class WorkerSpec:
                 grant=Grant(GpuId(_typed(str, fields["gpu"])), token),
                 log_path=Path(_typed(str, fields["log_path"])),
                 env=env,
+                works_for=_typed(str, fields["works_for"]),
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a worker's specification: {error}") from error

@@ -193,6 +193,7 @@ class _Instance:
             entry=self._worker_entry,
             log_dir=self._attempt.logs / str(self._role),
             timeline=self._attempt.timeline / f"{self._name}.jsonl",
+            works_for=f"{self._config.job} {self._role}",
             start_timeout_s=times.command_deadline_s,
         )
         workers = LocalWorkers(

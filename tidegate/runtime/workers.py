@@ -47,12 +47,14 @@ OnDeath = Callable[[Grant, int], Awaitable[None]]
 class WorkerHome:
     """What the workers of an instance run, where they write, and how long they may take.
 
-    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}.
+    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}. `works_for` is the job and the role, for
+    people who list the processes.
     """
 
     entry: str
     log_dir: Path
     timeline: Path
+    works_for: str
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
@@ -171,7 +173,8 @@ class LocalWorkers:
         channel, channel_of_worker = socket.socketpair()
         listener = socket.create_server((_STORE_HOST, 0))
         log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
-        spec = WorkerSpec(entry=self._home.entry, grant=grant, log_path=log_path, env=self._home.env)
+        home = self._home
+        spec = WorkerSpec(entry=home.entry, grant=grant, log_path=log_path, env=home.env, works_for=home.works_for)
         try:
             if not grant.stands_by:
                 hand_over(self._gate.acquire(grant), holds)

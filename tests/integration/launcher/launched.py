@@ -58,12 +58,13 @@ class Launched:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Command lines, by pid, of all processes but this one that name the folder or work in it."""
+    """Command lines, by pid, of all processes but this one that name the folder, work in it or write to it."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if process.pid != os.getpid() and (str(folder) in command or process.cwd().startswith(str(folder))):
+            places = [command, process.cwd(), *(opened.path for opened in process.open_files())]
+            if process.pid != os.getpid() and any(str(folder) in place for place in places):
                 found[process.pid] = command
     return found
 

@@ -28,7 +28,7 @@ def grant(gpu: str = "n0/0", counter: int = 1) -> Grant:
 
 
 def spec(entry: str, log_path: Path, **env: str) -> WorkerSpec:
-    return WorkerSpec(entry=f"{ENTRIES}:{entry}", grant=grant(), log_path=log_path, env=env)
+    return WorkerSpec(entry=f"{ENTRIES}:{entry}", grant=grant(), log_path=log_path, env=env, works_for="demo actor")
 
 
 @contextmanager
@@ -64,6 +64,7 @@ class Node:
         self.timeline = folder / "timeline" / f"actor@{name}.jsonl"
         self.deaths: asyncio.Queue[tuple[Grant, int]] = asyncio.Queue()
         home = WorkerHome(
+            works_for="demo actor",
             entry=f"{ENTRIES}:echo",
             log_dir=folder / "logs",
             timeline=self.timeline,
