@@ -5,7 +5,7 @@ Invariants:
 - The job's end ends the stream and is no error. Rows that came after the scheduler left are read from the folder once
   the launcher has left too. [test_job_streams: events_that_are_followed_end_with_the_job]
 - A follower that begins at the last rows misses none and repeats none after them.
-  [test_job_streams: a_follower_of_the_tail]
+  [test_job_streams: follower_of_the_tail_sees_the_last_row]
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The trace of every GPU slot over a job's whole time, merged from the spans of all instances.
 
-Each instance writes one line per span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}. Times
-are those of the machine's monotonic clock. Merging does the following for each slot:
+Each instance writes one line per span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}, with
+"work" (iteration, version, tokens) where it is known. Times are those of the machine's monotonic clock. Merging does
+the following for each slot:
 1. It clips the spans to the window and sorts them.
 2. It fills the time before the first and after the last span with `free`.
 3. It fills the gaps between spans with `unknown`: the slot's process died without writing.
@@ -34,6 +35,8 @@ class Span:
     start_ns: int
     end_ns: int
     state: str
+    work: tuple[tuple[str, int], ...] = ()
+    """What the slot worked on, as far as it is known: iteration, version, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def fill(spans: Iterable[Span], window: Window) -> list[Span]:
             continue
         if start_ns > at_ns:
             filled.append(Span(at_ns, start_ns, UNKNOWN if filled else FREE))
-        filled.append(Span(start_ns, end_ns, span.state))
+        filled.append(Span(start_ns, end_ns, span.state, span.work))
         at_ns = end_ns
     if at_ns < window.end_ns:
         filled.append(Span(at_ns, window.end_ns, FREE))
@@ -104,6 +107,7 @@ def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[
                 "dur": (span.end_ns - span.start_ns) / 1000,
                 "pid": pid,
                 "tid": tid,
+                **({"args": dict(span.work)} if span.work else {}),
             }
             for span in spans[gpu]
         )
@@ -124,8 +128,9 @@ def write_trace(folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Wi
 def _span(line: str) -> tuple[GpuId, Span] | None:
     try:
         row = json.loads(line)
-        return GpuId(row["gpu"]), Span(int(row["start_ns"]), int(row["end_ns"]), str(row["state"]))
-    except (ValueError, KeyError, TypeError):
+        work = tuple((str(name), int(value)) for name, value in row.get("work", {}).items())
+        return GpuId(row["gpu"]), Span(int(row["start_ns"]), int(row["end_ns"]), str(row["state"]), work)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

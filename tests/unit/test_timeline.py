@@ -55,6 +55,15 @@ def test_the_trace_has_a_process_a_node_a_thread_a_slot_and_microseconds() -> No
     assert trace["otherData"]["state_ns"]["n1/0"] == {"training": 1500}
 
 
+def test_a_span_of_the_trace_carries_iteration_version_and_tokens(tmp_path: Path) -> None:
+    work = {"iteration": 3, "version": 3, "tokens": 512}
+    row = {"gpu": "n0/0", "state": "training", "start_ns": 120, "end_ns": 150, "work": work}
+    (tmp_path / "actor@n0.jsonl").write_text(json.dumps(row) + "\n")
+    write_trace(tmp_path, tmp_path / "timeline.json", gpus=[GpuId("n0/0")], window=WINDOW)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [event["args"] for event in events if event["name"] == "training"] == [work]
+
+
 def test_an_unused_slot_was_free_all_the_time(tmp_path: Path) -> None:
     write_trace(tmp_path, tmp_path / "timeline.json", gpus=[GpuId("n0/0")], window=WINDOW)
     trace = json.loads((tmp_path / "timeline.json").read_text())

@@ -8,10 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class SlotState(StrEnum):
@@ -39,6 +40,8 @@ class SlotSpan:
     state: str
     start_ns: int
     end_ns: int
+    work: tuple[tuple[str, int], ...] = ()
+    """What the slot worked on, by name: see `call_work`."""
 
 
 class SlotClock:
@@ -47,6 +50,7 @@ class SlotClock:
     def __init__(self, now_ns: Callable[[], int], state: str = SlotState.STARTING) -> None:
         self._now_ns = now_ns
         self._state = state
+        self._work: dict[str, int] = {}
         self._start_ns = now_ns()
         self._finished: list[SlotSpan] = []
 
@@ -54,30 +58,30 @@ class SlotClock:
     def state(self) -> str:
         return self._state
 
-    def enter(self, state: str) -> None:
-        """The slot is in `state` from now on. Does nothing when it is already."""
-        if state != self._state:
+    def enter(self, state: str, work: Mapping[str, int] = MappingProxyType({})) -> None:
+        """The slot is in `state` from now on, at this work. Does nothing when it is already."""
+        if (state, dict(work)) != (self._state, self._work):
             self._cut()
-            self._state = state
+            self._state, self._work = state, dict(work)
 
     @contextmanager
-    def during(self, state: str) -> Iterator[None]:
+    def during(self, state: str, work: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:
         """The slot is in `state` within the block, and afterwards in its former state."""
-        before = self._state
-        self.enter(state)
+        before, work_before = self._state, self._work
+        self.enter(state, work)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(before, work_before)
 
-    def take(self) -> list[SlotSpan]:
-        """All spans up to now, each once. The state continues in a new span."""
-        self._cut()
+    def take(self, *, num_tokens: int = 0) -> list[SlotSpan]:
+        """All spans up to now, each once. The state continues in a new span. The last one ends with `num_tokens`."""
+        self._cut({"tokens": num_tokens} if num_tokens else {})
         taken, self._finished = self._finished, []
         return taken
 
-    def _cut(self) -> None:
+    def _cut(self, done: Mapping[str, int] = MappingProxyType({})) -> None:
         end_ns = self._now_ns()
         if end_ns > self._start_ns:
-            self._finished.append(SlotSpan(self._state, self._start_ns, end_ns))
+            self._finished.append(SlotSpan(self._state, self._start_ns, end_ns, tuple({**self._work, **done}.items())))
             self._start_ns = end_ns

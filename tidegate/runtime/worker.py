@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from tidegate.runtime.call_work import CallWork, Work
 from tidegate.runtime.channel import BlockingChannel, ChannelClosed
 from tidegate.runtime.slot_clock import SlotClock, SlotState, waiting_for
 from tidegate.types import Grant
@@ -166,7 +167,8 @@ class WorkerChannel:
         reply = wire.WorkerReply(call_id=answer.call_id, last=answer.last)
         if answer.body is not None:
             getattr(reply, _FIELD_OF_BODY[answer.body.DESCRIPTOR.full_name]).CopyFrom(answer.body)
-        self._send(reply)
+        is_response = isinstance(answer.body, wire.Generated)
+        self._send(reply, num_tokens=len(reply.generated.sample.response_tokens) if is_response else 0)
 
     def fail(self, call: wire.WorkerCall, error: str, *, fatal: bool = False) -> None:
         """Answers that the call failed. Unless `fatal`, the call changed nothing."""
@@ -174,9 +176,10 @@ class WorkerChannel:
             wire.WorkerReply(call_id=call.call_id, last=True, error=error or "failed without a message", fatal=fatal)
         )
 
-    def _send(self, reply: wire.WorkerReply) -> None:
+    def _send(self, reply: wire.WorkerReply, *, num_tokens: int = 0) -> None:
         reply.spans.extend(
-            wire.Span(state=span.state, start_ns=span.start_ns, end_ns=span.end_ns) for span in self.clock.take()
+            wire.Span(state=span.state, start_ns=span.start_ns, end_ns=span.end_ns, work=dict(span.work))
+            for span in self.clock.take(num_tokens=num_tokens)
         )
         self._channel.send(reply)
 
@@ -188,7 +191,7 @@ def run_worker(
 
     An exception that is no `CallRefused` is raised again after its answer.
     """
-    idle = waiting_for(waits_for)
+    idle, work = waiting_for(waits_for), CallWork()
     channel.clock.enter(idle)
     channel.ready()
     while True:
@@ -201,7 +204,7 @@ def run_worker(
             return
         if call is None:
             assert stepper is not None
-            channel.clock.enter(SlotState.GENERATING)
+            channel.clock.enter(SlotState.GENERATING, work.of_steps())
             for answer in stepper.step():
                 channel.send(answer)
         elif call.WhichOneof("body") == "stop":
@@ -211,13 +214,13 @@ def run_worker(
             channel.stand_down()
             channel.reply(call)
         else:
-            _serve(channel, handler, call, ends_open=stepper is None)
+            _serve(channel, handler, call, work.of_call(call), ends_open=stepper is None)
 
 
-def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, *, ends_open: bool) -> None:
+def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, work: Work, *, ends_open: bool) -> None:
     kind = call.WhichOneof("body")
     is_open = True
-    with channel.clock.during(_STATE_OF_CALL.get(kind or "", channel.clock.state)):
+    with channel.clock.during(_STATE_OF_CALL.get(kind or "", channel.clock.state), work):
         try:
             for answer in handler.handle(call):
                 channel.send(answer)

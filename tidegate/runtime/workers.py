@@ -47,8 +47,8 @@ OnDeath = Callable[[Grant, int], Awaitable[None]]
 class WorkerHome:
     """What the workers of an instance run, where they write, and how long they may take.
 
-    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}. `works_for` is the job and the role, for
-    people who list the processes.
+    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}, with "work" where it is known.
+    `works_for` is the job and the role, for people who list the processes.
     """
 
     entry: str
@@ -231,7 +231,10 @@ class LocalWorkers:
 
     def _write_spans(self, grant: Grant, spans: Sequence[wire.Span]) -> None:
         lines = [
-            json.dumps({"gpu": grant.gpu, "state": span.state, "start_ns": span.start_ns, "end_ns": span.end_ns})
+            json.dumps(
+                {"gpu": grant.gpu, "state": span.state, "start_ns": span.start_ns, "end_ns": span.end_ns}
+                | ({"work": dict(span.work)} if span.work else {})
+            )
             for span in spans
         ]
         try:

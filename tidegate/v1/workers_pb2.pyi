@@ -215,22 +215,48 @@ class Span(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class WorkEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     START_NS_FIELD_NUMBER: _builtins.int
     END_NS_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     start_ns: _builtins.int
     end_ns: _builtins.int
+    @_builtins.property
+    def work(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What the slot worked on, as far as it is known: iteration, version, tokens."""
+
     def __init__(
         self,
         *,
         state: _builtins.str = ...,
         start_ns: _builtins.int = ...,
         end_ns: _builtins.int = ...,
+        work: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "start_ns", b"start_ns", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "start_ns", b"start_ns", "state", b"state", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,21 @@ def test_spans_cover_the_time_without_a_gap(steps: list[tuple[int, str, str]]) -
     assert not spans or spans[0].start_ns == 1_000
 
 
+def test_a_span_has_the_work_that_it_was_entered_with_and_the_tokens_that_ended_with_it() -> None:
+    hands = Hands()
+    clock = SlotClock(hands)
+    with clock.during("training", {"iteration": 2, "tokens": 40}):
+        hands.now_ns += 10
+    clock.enter("generating", {"iteration": 3})
+    hands.now_ns += 10
+    assert clock.take(num_tokens=7) == [
+        SlotSpan("training", 1_000, 1_010, (("iteration", 2), ("tokens", 40))),
+        SlotSpan("generating", 1_010, 1_020, (("iteration", 3), ("tokens", 7))),
+    ]
+    hands.now_ns += 10
+    assert clock.take() == [SlotSpan("generating", 1_020, 1_030, (("iteration", 3),))]
+
+
 def test_a_state_entered_again_stays_one_span() -> None:
     hands = Hands()
     clock = SlotClock(hands)
