@@ -15,11 +15,13 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
 from cli import job_commands, scaling
+from cli.completion import bash_script
 from cli.jobs import UnknownJob
 from cli.rows import Form
 from cli.scaling import NotResized
@@ -32,6 +34,7 @@ from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.types import Layout
 
+_COMPLETION = "Print the shell completion. bash: source <(tidegate completion). zsh: run bashcompinit before."
 _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complete a config."
 FAILED = 1
 BAD_USAGE = 2
@@ -67,6 +70,9 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """BadUsage for arguments that the command does not take."""
     args, rest = parser.parse_known_args(arguments)
+    if args.command == "logs" and not args.source and len(rest) == 1 and not rest[0].startswith("-"):
+        # argparse takes the optional source only before the first flag: add it, as in `logs a -f scheduler`.
+        args.source = rest.pop()
     config = args.config if "config" in args else None
     if rest and (config is None or any(word.startswith("-") for word in rest)):
         help_ = f"`{parser.prog} {args.command} --help` lists the arguments"
@@ -89,6 +95,9 @@ def _run(args: argparse.Namespace) -> int:
             return run_commands.demo(args, form) if args.command == "demo" else run_commands.run(args, form)
         case "schema":
             print((files("tidegate") / "config.schema.json").read_text(), end="")
+            return 0
+        case "completion":
+            print(args.script(), end="")
             return 0
         case "doctor":
             return job_commands.doctor(args.config, args.output_dir, form)
@@ -141,6 +150,9 @@ def _parser() -> Parser:
     _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
     simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
+    completion = commands.add_parser("completion", help=_COMPLETION, description=_COMPLETION)
+    script = partial(bash_script, parser, commands.choices)
+    completion.set_defaults(form="table", output_dir="", script=script)
     doctor = command("doctor", "Check whether this machine has everything that a job needs.", output_dir=None)
     doctor.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="the job, as for `run` (default: any)")
     get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")

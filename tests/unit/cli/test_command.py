@@ -356,6 +356,7 @@ def test_logs_of_all_sources_come_in_order_of_time(finished: Path, capsys: pytes
     lines = answer(capsys, "logs", "small", "-o", "json", "--output-dir", str(finished)).splitlines()
     assert [json.loads(line)["source"] for line in lines] == ["scheduler", "actor@n0"]
     one = answer(capsys, "logs", "small", "actor@n0", "--output-dir", str(finished))
+    assert answer(capsys, "logs", "small", "--output-dir", str(finished), "actor@n0") == one
     assert one == "2026-01-01T00:00:02Z  info  actor@n0  serving  boot=1\n"
     assert main(["logs", "small", "actor@n9", "--output-dir", str(finished)]) == 2
     assert "there are actor@n0, scheduler" in capsys.readouterr().err

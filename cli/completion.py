@@ -1,0 +1,52 @@
+"""The completion of the `tidegate` command for bash and zsh, made of the parser: commands, flags, choices, job names.
+
+source <(tidegate completion)        zsh: autoload -U bashcompinit && bashcompinit first
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+
+_FRAME = """\
+_tidegate() {
+    local words here=${COMP_WORDS[COMP_CWORD]} command=${COMP_WORDS[1]} before=${COMP_WORDS[COMP_CWORD-1]}
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words='%s'
+    else
+        case "$command $before" in
+%s
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$here"))
+}
+complete -o default -F _tidegate tidegate
+"""
+_JOBS = "$(cd jobs 2>/dev/null && compgen -d)"
+"""The jobs in the default output folder."""
+
+
+def bash_script(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """`commands` are the parsers of the subcommands."""
+    first = " ".join([*commands, *_flags(parser)])
+    cases = [case for name, command in commands.items() for case in _cases(name, command)]
+    return _FRAME % (first, "\n".join(f"            {pattern}) words={words} ;;" for pattern, words in cases))
+
+
+def _cases(name: str, command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Patterns of `<command> <word before>`. The values of flags stand first, because bash takes the first match."""
+    words = _flags(command)
+    takes_jobs = False
+    for action in command._actions:
+        choices = [str(choice) for choice in action.choices or ()]
+        if action.option_strings and choices:
+            patterns = "|".join(f"'{name} {flag}'" for flag in action.option_strings)
+            yield patterns, f"'{' '.join(choices)}'"
+        elif not action.option_strings:
+            words += choices
+            takes_jobs = takes_jobs or action.dest in ("job", "jobs")
+    yield f"'{name} '*", f"'{' '.join(words)}'" + (f'" {_JOBS}"' if takes_jobs else "")
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
