@@ -35,9 +35,6 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
 
 
-
-
-
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
 
