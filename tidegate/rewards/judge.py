@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tidegate.config.sections.data import OnError, RewardName, RewardSection, reward_names
 from tidegate.data.prompts import ARGUMENTS, DataPrompt
@@ -26,6 +26,12 @@ from tidegate.rewards.worker import FunctionPath
 from tidegate.short_lists import first_lines
 
 _MAX_FAULTS = 3
+
+
+class AnswerReward(Protocol):
+    """A reward that is quick enough to be computed here. `answer` is the record's."""
+
+    def __call__(self, *, response: str, answer: Any) -> float: ...
 
 
 class RewardFailed(ValueError):
@@ -69,7 +75,7 @@ class Judge:
         self._rewards = tuple(rewards)
         self._names = reward_names(rewards)
         # Import a function that two rewards use only once. It is called for each.
-        paths = [path for reward in rewards if (path := _function_of(reward)) is not None]
+        paths = [path for reward in rewards if isinstance(path := _function_of(reward), FunctionPath)]
         self._functions = tuple(dict.fromkeys(paths))
         self._pool = RewardPool(self._functions, size=num_workers, start_timeout_s=start_timeout_s)
 
@@ -130,11 +136,11 @@ class Judge:
 
     async def _result(self, number: int, answered: PromptResponse) -> float | Failure:
         reward = self._rewards[number]
-        path = _function_of(reward)
-        if path is None:
-            return exact_match(response=answered.response, answer=answered.prompt.answer)
+        computed = _function_of(reward)
+        if not isinstance(computed, FunctionPath):
+            return computed(response=answered.response, answer=answered.prompt.answer)
         try:
-            function = self._functions.index(path)
+            function = self._functions.index(computed)
             return await self._pool.call(function, _arguments(answered), timeout_s=reward.timeout_s)
         except FunctionFailed as error:
             message = f"reward {reward.label} on sample {answered.sample} ({answered.prompt.where}) {error}"
@@ -150,11 +156,11 @@ def trial_response(prompt: DataPrompt) -> str:
         return given if isinstance(given, str) else ""
 
 
-def _function_of(reward: RewardSection) -> FunctionPath | None:
-    """The function that a worker process must import. None for a reward that is computed here."""
+def _function_of(reward: RewardSection) -> FunctionPath | AnswerReward:
+    """The function that a worker process must import, or one that is called here."""
     match reward.name:
         case RewardName.EXACT_MATCH:
-            return None
+            return exact_match
         case RewardName.MATH_VERIFY:
             return FunctionPath(MATH_VERIFY, "")
         case RewardName.FUNCTION:
