@@ -3,7 +3,8 @@
 - `bad`: no job will run.
 - `warn`: a job will be slow, small or short.
 
-The checks start and change nothing, except that they ask each embedded server's binary for its version.
+The checks start and change nothing, except that they ask each embedded server's binary for its version, and torch for
+its devices, in processes of their own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from tidegate.config.sections.job import RuntimeSection
+from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
 from tidegate.types import Role
 
@@ -70,11 +70,10 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
     return [check() for check in checks]
 
 
-def gpus(devices: Sequence[str]) -> Finding:
-    """Checks the CUDA devices, which are given by description. None at all is fine: jobs then run on CPU slots."""
-    if not devices:
-        return Finding("GPUs", Health.OK, "none that torch can use: jobs run on CPU slots")
-    found = f"{len(devices)}: {', '.join(sorted(set(devices)))}"
+def gpus(devices: Sequence[CudaDevice]) -> Finding:
+    """Checks the CUDA devices of a machine that has some."""
+    names = sorted({f"{each.name} of {each.total_bytes / 2**30:.0f} GiB" for each in devices})
+    found = f"{len(devices)}: {', '.join(names)}"
     if len(devices) < _LEAST_GPUS:
         remedy = (
             f"set cluster.slots_per_gpu so that they make {_LEAST_GPUS} slots or more; slots that share a GPU are for "
@@ -154,8 +153,11 @@ def _server(kind: ServerKind) -> Finding:
 
 
 def _gpus() -> Finding:
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return gpus([f"{each.name} of {each.total_memory / 2**30:.0f} GiB" for each in properties])
+    """None at all is fine: jobs then run on CPU slots."""
+    try:
+        return gpus(cuda_devices())
+    except NoCuda as none:
+        return Finding("GPUs", Health.OK, f"none, jobs run on CPU slots: {none}")
 
 
 def _open_files() -> Finding:

@@ -5,6 +5,8 @@ A folder that does not exist yet is on the disk of its nearest existing parent.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,16 @@ def test_a_job_on_cpu_slots_asks_for_no_cuda(tmp_path: Path, capsys: pytest.Capt
     assert cuda_fault(small_config(tmp_path).cluster) == ""
     assert main(["doctor", str(small_file(tmp_path))]) == 0
     assert f"host memory {tmp_path / 'memory'}" in capsys.readouterr().out
+
+
+@without_cuda
+def test_a_machine_without_cuda_is_fit_for_cpu_slots_and_torch_says_why() -> None:
+    (found,) = [finding for finding in examine() if finding.check == "GPUs"]
+    assert found.health is Health.OK
+    assert found.found.startswith(f"none, jobs run on CPU slots: torch {torch.__version__} ")
+
+
+def test_no_command_imports_torch_before_it_needs_it() -> None:
+    """torch takes seconds, and `doctor` has to say that it is missing."""
+    code = "import sys, cli.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
