@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tidegate.elastic.epoch.rendezvous import connect_store, serve_store
 from tidegate.elastic.epoch.world import Membership, World, peers_needed
-from tidegate.megatron.worker_rank import SlotPlace
+from tidegate.runtime.slot_place import SlotPlace
 from tidegate.runtime.worker import CallRefused, WorkerChannel
 from tidegate.v1 import workers_pb2 as wire
 

@@ -49,7 +49,7 @@ from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.family import model_parameters
-from tidegate.megatron.worker_rank import take_slot
+from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import Role, node_of
 from tidegate.v1 import types_pb2

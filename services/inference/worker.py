@@ -18,7 +18,8 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.worker_rank import join_world, take_slot
+from tidegate.megatron.worker_rank import join_world
+from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire

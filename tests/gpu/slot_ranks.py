@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
 from tidegate.config.sections.job import ClusterSection
-from tidegate.megatron.worker_rank import take_slot
+from tidegate.runtime.slot_place import take_slot
 from tidegate.types import GpuId
 
 

@@ -14,8 +14,8 @@ from services.rollout.embedded.probe import CANDIDATE_ROWS
 from services.rollout.engine import EngineFailed, StartedEngine
 from tidegate.job import Job
 from tidegate.megatron.family import model_parameters
-from tidegate.megatron.worker_rank import take_slot
 from tidegate.model_config import ModelConfig
+from tidegate.runtime.slot_place import take_slot
 from tidegate.types import GpuId
 
 

@@ -400,12 +400,13 @@ def test_a_device_has_a_whole_number_of_slots_and_at_least_one(value: object) ->
     ("cluster", "num_found", "want"),
     [
         ({"device": "cpu"}, 0, None),
-        ({}, 3, None),
+        ({"nodes": {"n0": 8}}, 8, None),
         ({"nodes": {"n0": 8}}, 1, "cluster.nodes: n0 has 8 slots, which with cluster.slots_per_gpu=1 need 8 CUDA"),
         ({"nodes": {"n0": 8}}, 1, "or set cluster.slots_per_gpu=8 for a trial in which slots share a device"),
         ({"nodes": {"n0": 8}}, 3, "and torch finds 3: name fewer slots, or set cluster.slots_per_gpu=3 for a trial"),
         ({"nodes": {"n0": 8}, "slots_per_gpu": 3}, 3, None),
         ({"nodes": {"n0": 8}, "slots_per_gpu": 8}, 1, None),
+        ({"nodes": {"n0": 4, "n1": 4}}, 8, "cluster.nodes: n0, n1 are all on this machine and would each take"),
         ({"nodes": {"n0": 8}, "slots_per_gpu": 4}, 1, "with cluster.slots_per_gpu=4 need 2 CUDA devices"),
     ],
     ids=[
@@ -416,6 +417,7 @@ def test_a_device_has_a_whole_number_of_slots_and_at_least_one(value: object) ->
         "the remedy for three",
         "the remedy works",
         "all slots on one",
+        "two nodes on one machine",
         "slots for two",
     ],
 )

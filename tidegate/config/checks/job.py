@@ -187,6 +187,11 @@ def devices_fault(cluster: ClusterSection, num_found: int) -> str | None:
     """The fault of a cluster whose nodes are on a machine with `num_found` CUDA devices, 1 or more. None: it fits."""
     if cluster.device == "cpu":
         return None
+    if len(cluster.nodes) > 1:
+        return (
+            f"cluster.nodes: {', '.join(cluster.nodes)} are all on this machine and would each take its CUDA devices "
+            "from the first on: name one node with all slots"
+        )
     for node, num_slots in cluster.nodes.items():
         if (needed := num_devices(num_slots, slots_per_gpu=cluster.slots_per_gpu)) > num_found:
             return (
