@@ -21,9 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
 
 
+LONG_TIMEOUT_S = 900.0
+"""The limit of a long test that names none: such a test takes minutes beside two others on two cores."""
+
+
 # Run last, because -m and -k have then removed the tests that they leave out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     part: str | None = config.getoption("--part")
     if part is None:
         return
