@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tidegate.attempts import AttemptFolder, newest_attempt
 from tidegate.config.checks.evaluation import longest_evaluated
+from tidegate.config.checks.layouts import layout_fault
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
-from tidegate.layout_rules import layout_fault
 from tidegate.megatron.family import model_parameters, padded_vocab_size, possible_tp_sizes
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig

@@ -23,7 +23,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
 from services.scheduler.state.values import JobSpec, Placed
-from tidegate.layout_rules import replicas_fault
+from tidegate.config.checks.layouts import replicas_fault
 from tidegate.ownership.records import GpuRecord, GpuState, PartKind, PartState, Transition
 from tidegate.types import Grant, Layout, Role
 

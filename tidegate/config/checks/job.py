@@ -7,13 +7,13 @@ Each text gives the key, the numbers and the remedy. An empty list means that th
 
 from __future__ import annotations
 
+from tidegate.config.checks.layouts import replicas_fault
 from tidegate.config.checks.lr import lr_warnings
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.gpu_lists import gpu_indices, list_fault
 from tidegate.config.schedule import samples_per_update
 from tidegate.config.sections.job import ClusterSection, JobSections
 from tidegate.device_slots import num_devices
-from tidegate.layout_rules import replicas_fault
 from tidegate.megatron.packing import TokenCap
 from tidegate.types import Role, job_id
 
