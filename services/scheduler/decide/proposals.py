@@ -21,6 +21,7 @@ Invariants:
   [test_proposals: work_that_a_policy_forgot]
 - A trainer that is to change its GPUs or its layout begins no minibatch before the change.
   [test_proposals: begins_no_minibatch]
+- It trains where it is while the change waits for an instance that is not there. [test_proposals: trains_where_it_is]
 - While the policy is not asked, its memory stays, and the trainer goes on or stays on hold as before.
   [test_proposals: stays_where_the_policy_put_it]
 - The policy is asked again at a later time than now, or at no set time. [test_proposals: a_time_that_has_passed]
@@ -36,10 +37,11 @@ from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import node_of_instance
 from services.scheduler.state.layouts import engine_size, replica_size, with_dp
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from tidegate.types import GpuId, Role
+from tidegate.types import GpuId, Role, node_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,17 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswe
     situation = situation_of(state, now_ms, home=home.spec)
     if situation is None:
         return _present_placement(state, policy, home, "not every component has reported the iteration yet")
-    return answer_of(policy, situation, home.gone)
+    return answer_of(policy, situation, home.gone, closed_to_trainer=_closed_to_trainer(state, state.spec))
 
 
-def answer_of(policy: Policy, situation: Situation, gone: frozenset[GpuId] = frozenset()) -> PolicyAnswer:
-    """`gone`: GPUs that the job goes on without."""
+def answer_of(
+    policy: Policy,
+    situation: Situation,
+    gone: frozenset[GpuId] = frozenset(),
+    *,
+    closed_to_trainer: frozenset[GpuId] = frozenset(),
+) -> PolicyAnswer:
+    """`gone`: GPUs that the job goes on without. `closed_to_trainer`: GPUs that the trainer cannot come to now."""
     choice = policy.choose(situation)
     assignment, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered(situation)
@@ -79,7 +87,7 @@ def answer_of(policy: Policy, situation: Situation, gone: frozenset[GpuId] = fro
         # first GPU moves.
         remembered = replace(remembered, assignment=assignment)
         reason = f"{idle_work} and nobody has a GPU for them: all components return home instead of: {reason}"
-    trains = trains and _is_where_it_trains(situation, assignment)
+    trains = trains and _is_where_it_trains(situation, assignment, closed_to_trainer)
     placement = placement_of(situation.spec, assignment)
     proposal = Proposal(placement, reason, trains=trains, group_order=choice.group_order, gone=gone)
     is_later = choice.ask_at_ms is not None and choice.ask_at_ms > situation.now_ms
@@ -104,9 +112,19 @@ def _work_without_gpus(situation: Situation, assignment: Assignment) -> str:
     return "" if assignment.trainer or not num_left else f"{num_left} minibatches are not trained"
 
 
-def _is_where_it_trains(situation: Situation, assignment: Assignment) -> bool:
+def _is_where_it_trains(situation: Situation, assignment: Assignment, closed: frozenset[GpuId]) -> bool:
     """A trainer that is to move begins no minibatch before: the others would wait for the end of that minibatch."""
-    return situation.trainer.placed in (None, assignment.trainer)
+    placed, target = situation.trainer.placed, assignment.trainer
+    if placed is None or placed == target:
+        return True
+    # Avoid a job that stands still: nobody knows when the instance returns that the move waits for.
+    return target is not None and not closed.isdisjoint(set(target.gpus).difference(placed.gpus))
+
+
+def _closed_to_trainer(state: ClusterState, spec: JobSpec) -> frozenset[GpuId]:
+    """GPUs on nodes without a living instance of the actor."""
+    nodes = {node_of_instance(name) for name in state.living(role=Role.ACTOR)}
+    return frozenset(gpu for gpu in spec.gpus if node_of(gpu) not in nodes)
 
 
 def placement_of(spec: JobSpec, assignment: Assignment) -> dict[Role, Placed | None]:

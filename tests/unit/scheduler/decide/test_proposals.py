@@ -27,7 +27,7 @@ from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import gpu, spec
 from tests.unit.scheduler.open_iteration import iterating
 from tests.unit.scheduler.situations import generation, gpus, job, seen
-from tidegate.types import Layout, Role
+from tidegate.types import GpuId, Layout, Role
 
 HOME = spec().placement
 LENT = Assignment(replicas((gpu("n0", 0), gpu("n1", 0), *HOME[Role.ROLLOUT].gpus), 1), None, ())
@@ -124,6 +124,13 @@ def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(n
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     got = answer_of(Growing(num_gpus), seen(job_spec, as_configured(job_spec)))
     assert (got.proposal.trains, got.remembered.trains) == (want, want)
+
+
+@pytest.mark.parametrize(("closed", "want"), [(gpus(2, 4), True), (gpus(0, 2), False), (gpus(4, 8), False)])
+def test_a_trainer_whose_change_waits_for_an_instance_trains_where_it_is(closed: tuple[GpuId, ...], want: bool) -> None:
+    job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
+    situation = seen(job_spec, as_configured(job_spec))
+    assert answer_of(Growing(4), situation, closed_to_trainer=frozenset(closed)).proposal.trains is want
 
 
 BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
