@@ -22,8 +22,8 @@ _tidegate() {
 }
 complete -o default -F _tidegate tidegate
 """
-_JOBS = "$(cd jobs 2>/dev/null && compgen -d)"
-"""The jobs in the default output folder."""
+_JOBS = "$(cd ./jobs 2>/dev/null && compgen -d | sed -n '/^[a-z0-9][a-z0-9-]*$/p')"
+"""The jobs in the default output folder. `compgen -W` runs a `$(command)` in a word: a folder's name must have none."""
 
 
 def bash_script(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> str:

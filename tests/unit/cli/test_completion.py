@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -25,8 +26,21 @@ def test_bash_completes(case: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["completion"]) == 0
     script = capsys.readouterr().out
     (tmp_path / "jobs" / "my-job").mkdir(parents=True)
-    words = line.split()
-    ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _tidegate; echo ${{COMPREPLY[@]}}"
-    found = subprocess.run(["bash", "-c", script + ask], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == want
+    assert completed(line.split(), script, tmp_path) == want
+
+
+def test_a_folders_name_is_never_run_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    for name in ("my-job", "$(touch pwned)", "`touch pwned`", "*", "a;touch pwned", "my job"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    assert completed(["tidegate", "describe", ""], script, tmp_path)[-1:] == ["my-job"]
+    assert [path.name for path in tmp_path.rglob("pwned")] == []
+
+
+def completed(words: list[str], script: str, folder: Path) -> list[str]:
+    """What bash in this folder offers for the last word."""
+    ask = f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _tidegate; echo ${{COMPREPLY[@]}}"
+    found = subprocess.run(["bash", "-c", script + ask], cwd=folder, capture_output=True, text=True, check=True)
     assert found.stderr == ""
+    return found.stdout.split()
