@@ -73,7 +73,7 @@ def prune(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     found = [answer for answer in answers if answer is not None]
     rows = [answer.row(is_removed=args.yes) for answer in found]
     show(rows, prunes.COLUMNS, form=form, out=sys.stdout, empty=f"no stores of jobs in {output_dir}")
-    chosen = [answer.store_bytes for answer in found if answer.is_chosen]
+    chosen = [answer.store_bytes or 0 for answer in found if answer.is_chosen]
     freed = f"{sum(chosen) / 2**20:.1f} MiB in {len(chosen)} store{'' if len(chosen) == 1 else 's'}"
     print(f"freed {freed}" if args.yes else f"would free {freed}; --yes does it", file=sys.stderr)
     return 0

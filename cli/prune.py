@@ -12,7 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +28,14 @@ _LEFT_OVER = "servers.removed"
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """One job. `store_bytes` is the room that its store takes, or took. `is_chosen`: its store may go."""
+    """One job. `store_bytes` is the room that its store takes, or took: None where it was not measured.
+
+    `is_chosen`: its store may go.
+    """
 
     job: str
     state: str
-    store_bytes: int
+    store_bytes: int | None
     is_chosen: bool
     note: str
 
@@ -45,9 +50,10 @@ def prune(folder: JobFolder, *, with_resumable: bool, remove: bool) -> Pruned | 
     stores = [path for path in (folder.servers, folder.root / _LEFT_OVER) if path.is_dir() and not path.is_symlink()]
     if not stores:
         return None
-    job, size = folder.root.name, sum(map(_size_bytes, stores))
+    job, size = folder.root.name, None
     try:
         with job_lock(folder.root / LOCK) as is_free:
+            size = sum(map(size_bytes, stores))
             if not is_free:
                 return Pruned(job, "live", size, False, "it runs")
             end = Outcome.read(folder.result).end if folder.result.exists() else None
@@ -72,6 +78,12 @@ def _remove(folder: JobFolder) -> None:
         shutil.rmtree(left_over)
 
 
-def _size_bytes(folder: Path) -> int:
+def size_bytes(folder: Path) -> int:
     """What the files take on the disk: the streams of NATS are larger than what is in them."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    size = 0
+    for root, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            # Skip a file that is gone by now: the servers of a live job remove theirs.
+            with suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return size

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
+from cli.prune import size_bytes
 from tests.unit.cli.configs import small_config
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claim_folder
@@ -99,6 +100,7 @@ def test_a_store_whose_job_cannot_be_read_stays_and_the_others_go(
     assert [rows[job]["pruned"] for job in "abc"] == [False, False, True]
     assert "is not the record of a run" in str(rows["a"]["note"])
     assert "launcher.lock" in str(rows["b"]["note"])
+    assert rows["b"]["store_bytes"] is None, "nothing is measured before the lock is held"
     assert (broken.servers.exists(), copied.servers.exists(), gone.servers.exists()) == (True, True, False)
 
 
@@ -107,3 +109,8 @@ def test_a_removal_that_was_killed_is_ended_by_the_next_one(tmp_path: Path, caps
     folder.servers.rename(folder.root / "servers.removed")
     assert answers(capsys, tmp_path, "--yes")["done"]["pruned"] is True
     assert "servers.removed" not in files_of(folder)
+
+
+def test_a_file_that_is_gone_when_it_is_measured_is_skipped() -> None:
+    # A listing of /proc/self/fd has the descriptor that reads it, which is closed when the listing ends.
+    assert size_bytes(Path("/proc/self/fd")) == 0
