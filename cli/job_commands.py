@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from cli import job_streams, jobs
 from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
-from cli.rows import Form, Row, show, table, written
+from cli.rows import Form, Row, answer_text, show, table, written
 from cli.selection import Selection
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
@@ -140,7 +140,10 @@ async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
     async with control_of(jobs.job_folder(output_dir, job)) as control:
         await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
-    return _done({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
+    print(
+        answer_text({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
+    )
+    return 0
 
 
 async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path, form: Form) -> int:
@@ -150,7 +153,10 @@ async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path,
         else:
             await control.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=job, id=letter))
     done = {"replay": "delivered again", "drop": "dropped"}[verb]
-    return _done({"job": job, "dead_letter": letter, "done": done}, f"job {job}: dead letter {letter} {done}", form)
+    print(
+        answer_text({"job": job, "dead_letter": letter, "done": done}, f"job {job}: dead letter {letter} {done}", form)
+    )
+    return 0
 
 
 async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]:
@@ -163,11 +169,6 @@ async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]
         if is_named:
             raise
         return []
-
-
-def _done(row: Row, text: str, form: Form) -> int:
-    print(text if form is Form.TABLE else written(row, form))
-    return 0
 
 
 def _log_text(line: str, form: Form) -> str:

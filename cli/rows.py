@@ -49,6 +49,11 @@ def written(value: Any, form: Form) -> str:
     return text if form is Form.JSON else yaml.safe_dump(json.loads(text), sort_keys=False, allow_unicode=True).rstrip()
 
 
+def answer_text(row: Row, text: str, form: Form) -> str:
+    """What a command did: `text` for people, `row` for programs."""
+    return text if form is Form.TABLE else written(row, form)
+
+
 def rounded(value: float) -> float:
     """A figure that is a mean, to six digits. Digits before the point stay."""
     if not value or not math.isfinite(value):

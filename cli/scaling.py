@@ -11,12 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from cli import job_streams, jobs
-from cli.rows import Form
+from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.codec import decode_layout, encode_layout
 from tidegate.job import JobFolder
@@ -63,7 +62,7 @@ async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, for
     else:
         state, text = "accepted", f"moves to {place}; its events show when it is there"
     row = {"job": job, "asked": "scale", "layout": str(place.layout), "gpus": list(place.gpus), "state": state}
-    print(json.dumps(row) if form is Form.JSON else f"job {job}: its actor {text}")
+    print(answer_text(row, f"job {job}: its actor {text}", form))
     return 0
 
 

@@ -254,7 +254,19 @@ def test_jobs_are_listed_in_both_forms(finished: Path, capsys: pytest.CaptureFix
     assert line.split() == ["small", "finished", "1", "1", "0.5", "all", "done"]
 
 
-@pytest.mark.parametrize("words", ["get jobs", "describe small", "events small", "logs small actor@n0"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "get jobs",
+        "get evaluations",
+        "get gpus",
+        "get deadletters",
+        "describe small",
+        "events small",
+        "logs small actor@n0",
+        "prune",
+    ],
+)
 def test_yaml_holds_the_same_as_json(words: str, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--output-dir", str(finished))
     as_yaml = yaml.safe_load(answer(capsys, *words.split(), "-o", "yaml", *where))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import yaml
 
 from cli.__main__ import main
 from tests.unit.cli.configs import small_config
@@ -65,12 +67,13 @@ async def test_a_request_for_the_place_in_force_says_so_and_is_no_fault(
         assert capsys.readouterr().out == "job small: its actor is in cp2 on n0/0, n0/1 already\n"
 
 
+@pytest.mark.parametrize(("form", "read"), [("json", json.loads), ("yaml", yaml.safe_load)])
 async def test_without_a_wait_the_command_ends_when_the_request_is_accepted(
-    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+    form: str, read: Callable[[str], Any], folder: JobFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await scaled(folder, ResizingScheduler(folder), "-o", "json") == 0
+    assert await scaled(folder, ResizingScheduler(folder), "-o", form) == 0
     want = {"job": "small", "asked": "scale", "layout": "cp2", "gpus": list(GPUS), "state": "accepted"}
-    assert json.loads(capsys.readouterr().out) == want
+    assert read(capsys.readouterr().out) == want
 
 
 async def test_a_wait_goes_on_while_the_scheduler_starts_again_and_ends_with_the_commit(
