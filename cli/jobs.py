@@ -17,6 +17,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cli.rows import Row, rounded
 from cli.views import failure_text
+from tidegate.codec import decode_layout
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.lock import launcher_pid
@@ -188,9 +189,7 @@ def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:
             "role": role_name(component.role),
             "state": component.state,
             "lead": component.lead,
-            "layout": f"tp{component.layout.tp} pp{component.layout.pp} dp{component.layout.dp}"
-            if component.HasField("layout")
-            else None,
+            "layout": str(decode_layout(component.layout)) if component.HasField("layout") else None,
             "gpus": [grant.gpu for grant in component.grants],
         }
         for component in status.components

@@ -17,10 +17,12 @@ from cli.__main__ import main
 from cli.doctor import Health, examine, host_memory
 from cli.run_commands import exit_code
 from tests.unit.cli.configs import small_config, small_file
+from tidegate.codec import encode_layout
 from tidegate.config.files import load_config
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.types import Layout
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -231,6 +233,13 @@ def test_commands_to_a_finished_job_fail_with_1(
 ) -> None:
     assert main([*arguments, "--output-dir", str(finished)]) == 1
     assert "job small is finished; only a running job" in capsys.readouterr().err
+
+
+def test_a_component_shows_every_axis_of_its_layout() -> None:
+    layout = encode_layout(Layout(tp=2, pp=2, cp=2, ep=2, vpp=2))
+    actor = control_pb2.ComponentStatus(role=types_pb2.ROLE_ACTOR, layout=layout)
+    (row,) = jobs.component_rows(control_pb2.GetJobResponse(components=[actor]))
+    assert row["layout"] == "tp2-pp2-cp2-ep2-vpp2"
 
 
 def test_an_endpoint_without_a_server_is_reported_as_a_killed_run(
