@@ -12,6 +12,14 @@ def status(reason: str, *, num_gpus: int = 0, phase: str = "starting") -> contro
     return control_pb2.GetJobResponse(job="small", phase=phase, last_reason=reason, components=[actor])
 
 
+def lacking(*roles: types_pb2.Role.ValueType) -> control_pb2.GetJobResponse:
+    """A report of a job whose actor and rollout have GPUs, but for these."""
+    report = control_pb2.GetJobResponse(job="small", phase="running", last_reason="held")
+    for role in (types_pb2.ROLE_ACTOR, types_pb2.ROLE_ROLLOUT):
+        report.components.add(role=role, grants=[] if role in roles else [types_pb2.Grant(gpu="n0/0")])
+    return report
+
+
 def said(*reports: tuple[float, control_pb2.GetJobResponse]) -> list[str | None]:
     wait = GpuWait()
     return [wait.message(report, now_s=now_s) for now_s, report in reports]
@@ -43,3 +51,14 @@ def test_a_wait_begins_anew_after_the_component_had_gpus() -> None:
 
 def test_a_job_that_ends_gives_its_gpus_back_and_waits_for_none() -> None:
     assert said((0.0, status("a")), (LONG_S, status("a", phase="stopping"))) == [None, None]
+
+
+def test_a_second_component_waits_from_its_own_start() -> None:
+    actor, rollout = types_pb2.ROLE_ACTOR, types_pb2.ROLE_ROLLOUT
+    reports = [(0.0, lacking(actor)), (8.0, lacking(actor, rollout)), (LONG_S, lacking(rollout))]
+    assert said(*reports, (8.0 + LONG_S, lacking(rollout)))[2:] == [None, "no GPUs for rollout since 10 s: held"]
+    both = [(0.0, lacking(actor)), (5.0, lacking(actor, rollout)), (LONG_S, lacking(actor, rollout))]
+    assert said(*both, (2 * LONG_S, lacking(actor, rollout)))[2:] == [
+        "no GPUs for actor since 10 s: held",
+        "no GPUs for actor since 20 s, rollout since 15 s: held",
+    ]
