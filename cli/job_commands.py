@@ -29,7 +29,8 @@ from tidegate.v1 import control_pb2
 def doctor(words: list[str], output_dir: str | None, form: Form) -> int:
     """Returns 1 when a finding is bad. ConfigError, after the findings, when the job needs what is not here.
 
-    `words` are the config of a job and changes of it. Without them the checks are those of a job with default folders.
+    `words` are the config of a job and changes of it: stderr gets the warnings that its start gives. Without them the
+    checks are those of a job with default folders.
     """
     if not words:
         return _show_findings(examine(output_dir=Path(output_dir or "jobs")), form)
@@ -37,6 +38,8 @@ def doctor(words: list[str], output_dir: str | None, form: Form) -> int:
     config = sourced.config
     findings = examine(output_dir=Path(config.output_dir), host_memory_root=Path(config.runtime.host_memory_root))
     code = _show_findings(findings, form)
+    for warning in (*sourced.notes, *config.warnings()):
+        print(f"tidegate: {warning}", file=sys.stderr)
     if fault := cuda_fault(config.cluster):
         raise ConfigError(with_origins(fault, sourced.layer))
     return code

@@ -14,7 +14,8 @@ import torch
 
 from cli.__main__ import main
 from cli.doctor import Health, disk, examine
-from tests.unit.cli.configs import small_config, small_file
+from tests.unit.cli.configs import small, small_config, small_file
+from tidegate.config.files import load_config
 from tidegate.runtime.cuda import cuda_fault
 
 MORE_THAN_ANY_DISK = 2**80
@@ -46,8 +47,9 @@ def test_a_job_on_cuda_is_refused_by_the_doctor_in_one_line_below_its_findings(
 ) -> None:
     assert main(["doctor", str(small_file(tmp_path)), "cluster.device=cuda"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"tidegate: cluster.device=cuda, but on this machine torch {torch.__version__} ")
-    assert said.err.count("\n") == 1
+    (*warnings, refusal) = said.err.splitlines()
+    assert refusal.startswith(f"tidegate: cluster.device=cuda, but on this machine torch {torch.__version__} ")
+    assert [line for line in warnings if "cuda" in line] == []
     assert f"disk of {tmp_path / 'jobs'}" in said.out
 
 
@@ -68,3 +70,13 @@ def test_no_command_imports_torch_before_it_needs_it() -> None:
     """torch takes seconds, and `doctor` has to say that it is missing."""
     code = "import sys, cli.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_doctor_says_the_warnings_that_a_start_of_the_job_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = small(tmp_path)["cluster"] | {"slots_per_gpu": 3}
+    assert main(["doctor", str(small_file(tmp_path, cluster=shared))]) == 0
+    want = load_config(small_file(tmp_path, cluster=shared)).warnings()
+    assert any("3 slots share a device" in warning for warning in want)
+    assert capsys.readouterr().err.splitlines() == [f"tidegate: {warning}" for warning in want]
