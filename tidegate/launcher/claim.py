@@ -277,8 +277,11 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "") -> Iterator[str]:
+    """An item of a list has its place as its key. Lists of other lengths differ as a whole."""
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
+        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+            old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{where}{key}.")
         elif old != new:

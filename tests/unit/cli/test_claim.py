@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.configs import small_config
+from tests.unit.cli.configs import small_config, small_file
+from tests.unit.cli.configs_on_data import RIGHT, on_data
 from tidegate.attempts import attempts_in
+from tidegate.config.files import load_config
 from tidegate.config.job_config import JobConfig
 from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import JobFolder, load_job
@@ -230,6 +232,17 @@ def test_no_refused_resume_advises_to_remove_the_job(tmp_path: Path) -> None:
         with pytest.raises(CannotStart) as refused:
             refuse_claim(config, Start.RESUME)
         assert "force" not in str(refused.value)
+
+
+def test_a_refused_resume_names_the_one_changed_value_of_a_list(tmp_path: Path) -> None:
+    def config(weight: float) -> JobConfig:
+        rewards = [{"name": "exact_match"}, {"name": "function", "path": "grading.py:score", "weight": weight}]
+        return load_config(small_file(tmp_path, **on_data(tmp_path, [RIGHT], rewards=rewards)))
+
+    with claim_folder(load_job(config(0.5)), Start.FRESH, now_unix_s=0.0):
+        pass
+    with pytest.raises(CannotStart, match=r"cannot go on with rewards\.1\.weight=0\.25 \(was 0\.5\): a resume keeps"):
+        refuse_claim(config(0.25), Start.RESUME)
 
 
 SGLANG = {"engine": "sglang", "sglang": {"python": "python"}}
