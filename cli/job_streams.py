@@ -4,6 +4,7 @@ Invariants:
 - A follower sees every row once, across restarts of the scheduler. [test_job_streams: events_go_on_after_the_last_one]
 - The job's end ends the stream and is no error. Rows that came after the scheduler left are read from the folder once
   the launcher has left too. [test_job_streams: events_that_are_followed_end_with_the_job]
+- A line without a time stays behind the line before it. [test_job_streams: a_line_without_a_time]
 - A follower that begins at the last rows misses none and repeats none after them.
   [test_job_streams: follower_of_the_tail_sees_the_last_row]
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
+from operator import itemgetter
 
 from cli.jobs import UnknownJob
 from cli.selection import Selection
@@ -58,7 +60,7 @@ async def chosen_logs(
         return
     if chosen.tail is not None:
         lines = _logs_so_far(folder, source) if follow else [line async for line in logs(folder, source=source)]
-        for line in chosen.last(sorted(filter(chosen.has_line, lines), key=_time_of)):
+        for line in chosen.last(filter(chosen.has_line, _by_time(_with_times(lines)))):
             yield line
         if not follow:
             return
@@ -189,12 +191,19 @@ def _written_logs(attempt: AttemptFolder, source: str) -> Iterator[str]:
     if not chosen:
         known = ", ".join(path.stem for path in files) or "none"
         raise UnknownJob(f"attempt {attempt.number} has no log of {source!r}; there are {known}")
-    lines = [line for path in chosen for line in path.read_text(errors="replace").splitlines()]
-    yield from sorted(lines, key=_time_of)
+    texts = [path.read_text(errors="replace") for path in chosen]
+    yield from _by_time(line for text in texts for line in _with_times(text.splitlines()))
 
 
-def _time_of(line: str) -> str:
-    try:
-        return str(json.loads(line)["time"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+def _with_times(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The lines of one source in its order, each behind its time. A line without one has that of the line before it."""
+    time = ""
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            time = str(json.loads(line)["time"])
+        yield time, line
+
+
+def _by_time(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of the same time stay in their order."""
+    return [line for _, line in sorted(lines, key=itemgetter(0))]

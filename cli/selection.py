@@ -44,7 +44,7 @@ class Selection:
         return of_type and row.event.occurred_unix_ns >= self.since_unix_s * 1e9
 
     def has_line(self, line: str) -> bool:
-        """A line without a time counts as new: it may be what a process printed when it failed."""
+        """A line without a time counts as new: a kill or a full disk may have cut it."""
         try:
             return datetime.fromisoformat(str(json.loads(line)["time"])).timestamp() >= self.since_unix_s
         except (ValueError, KeyError, TypeError):

@@ -112,3 +112,16 @@ async def test_logs_are_of_the_newest_attempt_unless_another_is_named(job: Any) 
     assert list(job_streams.logs_of_attempt(claim.folder, 1, source="")) == log_of("first")
     with pytest.raises(UnknownJob, match="job small has no attempt 3; there are 1, 2"):
         job_streams.logs_of_attempt(claim.folder, 3, source="")
+
+
+@pytest.mark.parametrize("attempt", [None, 1], ids=["the newest attempt", "a named attempt"])
+async def test_a_line_without_a_time_is_in_the_tail_behind_the_line_before_it(job: Any, attempt: int | None) -> None:
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as claim:
+        first, second, third = log_of("a", "b", "c")
+        (claim.attempt.logs / "actor@n0.jsonl").write_text(f"{first}\n{third}\ncut by a kill\n")
+        (claim.attempt.logs / "scheduler.jsonl").write_text(f"{second}\n")
+    for num_lines, want in ((2, [third, "cut by a kill"]), (4, [first, second, third, "cut by a kill"])):
+        lines = job_streams.chosen_logs(
+            claim.folder, Selection(tail=num_lines), source="", follow=False, attempt=attempt
+        )
+        assert [line async for line in lines] == want
