@@ -9,12 +9,14 @@ A function in verl's form names `solution_str`. It also gets the names that verl
 Invariants:
 - A function gets the arguments that it names, or all if it accepts any. [test_pool: gets_the_arguments_that_it_names]
 - The value of an async function is what it returns when awaited. [test_functions: async_function_is_awaited]
+- Each file is a module of its own. [test_functions: files_of_like_names]
 - Only a finite number is a value. [test_pool: only_a_finite_number_is_a_reward]
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import inspect
 import math
@@ -151,7 +153,9 @@ def _no_number(result: Any) -> str:
 
 def _module_of_file(file: Path) -> ModuleType:
     """Run the file as a module under a name of its own. Its folder joins the import path, as for a script."""
-    name = re.sub(r"\W", "_", str(file))
+    # A digest of the path: `r/math_a.py` and `r/math/a.py` are the same word without their signs.
+    digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]
+    name = re.sub(r"\W", "_", file.stem) + f"_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, file)

@@ -50,6 +50,15 @@ async def test_a_function_with_verls_names_gets_response_answer_and_columns_by_t
         assert [signature.required for signature in await pool.signatures()] == [(), ()]
 
 
+async def test_files_of_like_names_are_different_rewards(tmp_path: Path) -> None:
+    files = {"r/math_a.py": 1.0, "r/math/a.py": 2.0, "r/math-a.py": 3.0}
+    for file, number in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(f"def score():\n    return {number}\n")
+    async with pool_of(*(f"{file}:score" for file in files), import_from=str(tmp_path)) as pool:
+        assert [await value(pool, number) for number in range(len(files))] == list(files.values())
+
+
 async def test_a_function_is_found_in_a_file_beside_its_own_modules(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "words.py").write_text("COUNT = 3\n")
