@@ -1,7 +1,8 @@
 """Removes the stores of jobs that have ended: `servers/`, the data of a job's embedded NATS and Redis.
 
-A store of a finished job has no reader: its events, samples, checkpoints and results are files beside it. Other jobs
-that have ended can be resumed. Their stores go only on request; such a job then resumes from its newest checkpoint.
+What a person reads of an ended job is in files beside its store: events, samples, checkpoints, results. Only a resume
+reads the store. Without it the job goes on from its newest checkpoint. [test_resumes: whose_store_was_pruned] A
+finished job is resumed only to train longer, so its store goes at once. Those of other jobs go on request.
 
 Invariants:
 - The store of a job that runs stays, whatever is asked. A run cannot begin in the middle of a removal.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.prune import prune
 from tests.e2e.jobs import REPOSITORY, RunningJob, generating, running, small_job
 from tests.e2e.lineage import expected_draws, trained_draws
 
@@ -71,3 +72,23 @@ async def test_a_job_goes_on_elsewhere_and_for_longer_with_the_weights_of_a_run_
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)
     assert (found["iterations"], found["lost"], found["duplicates"]) == (4, 0, 0)
     assert found["weights_checksum"] == want["weights_checksum"]
+
+
+@pytest.mark.timeout(300)
+async def test_a_finished_job_whose_store_was_pruned_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    async with running(small_job("pruned", actor__lr_schedule={}, algorithm__iterations=1), tmp_path) as job:
+        said = await said_by(job)
+        assert await job.process.wait() == 0, said
+    assert prune(job.folder, with_resumable=False, remove=True) is not None
+    assert not job.folder.servers.exists()
+
+    async with running(
+        small_job("pruned", actor__lr_schedule={}, algorithm__iterations=2), tmp_path, "--resume"
+    ) as job:
+        said = await said_by(job)
+        assert await job.process.wait() == 0, said
+        summary = (await job.result())["summary"]
+        draws = trained_draws(job.folder.journal)
+    assert "resumes from checkpoint inc001-it000001" in said
+    assert (summary["iterations"], summary["lost"], summary["duplicates"]) == (1, 0, 0), "only what came since"
+    assert draws == expected_draws(iterations=2, prompts=8, group_size=4)

@@ -24,7 +24,8 @@ Files of the job, over all its attempts:
   launcher.lock     locked while the job runs
   nodes/            NODE/gate/: which process may use each GPU
   engines/          NODE/INDEX/: config and log of the engine's server on that slot, if it has one
-  servers/          data of the embedded NATS and Redis, private: --resume needs it, tidegate prune removes it
+  servers/          data of the embedded NATS and Redis, private: tidegate prune removes it; --resume then goes on
+                    from the newest checkpoint
 
 Files of each start and each --resume, in attempts/001/, attempts/002/, ...; latest/ is a link to the newest:
   attempt.json      when it began, versions, checkpoint, and how it ended; without "end" it runs or was killed
