@@ -74,6 +74,7 @@ async def test_a_job_goes_on_elsewhere_and_for_longer_with_the_weights_of_a_run_
     assert found["weights_checksum"] == want["weights_checksum"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_finished_job_whose_store_was_pruned_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     async with running(small_job("pruned", actor__lr_schedule={}, algorithm__iterations=1), tmp_path) as job:
