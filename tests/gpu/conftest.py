@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,14 @@ from tests.ranks import RankServer, rank_server
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cuda() -> str:
+def cuda() -> Iterator[str]:
     """The device on which everything here runs."""
-    # The server of the ranks asks whether there is CUDA before it forks: by NVML, for a context cannot be forked.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return "cuda:0"
+    with pytest.MonkeyPatch.context() as patch:
+        # The server of the ranks asks whether there is CUDA before it forks: by NVML, for a context cannot be forked.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield "cuda:0"
 
 
 @pytest.fixture(scope="session")

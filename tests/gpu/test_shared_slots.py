@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Response, SamplingParams
-from tests.ranks import RankServer, rank_server
+from tests.ranks import RankServer
 from tests.unit.rollout.tiny_models import TINY, engine_of, finish, random_weights, request_of
 
 pytestmark = pytest.mark.gpu
@@ -19,22 +17,12 @@ RANKS = "tests.gpu.slot_ranks:"
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankServer]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    # The server asks whether there is CUDA before it forks: by NVML, for a context cannot be forked.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with rank_server() as server:
-        yield server
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_on_one_gpu_exchange_what_ranks_on_cpus_do(ranks: RankServer, dtype: str) -> None:
+def test_ranks_on_one_gpu_exchange_what_ranks_on_cpus_do(ranks: RankServer, cuda: str, dtype: str) -> None:
     arguments = {"slot_device": "n0/cpu:0", "dtype": dtype}
     staged = "tests.integration.elastic.staged_ranks:every_operation"
     on_cpus = ranks.run(staged, 3, arguments)
-    on_one_gpu = ranks.run(staged, 3, arguments | {"device": "cuda:0"}, timeout_s=100.0)
+    on_one_gpu = ranks.run(staged, 3, arguments | {"device": cuda}, timeout_s=100.0)
 
     for of_rank, want in zip(on_one_gpu, on_cpus, strict=True):
         assert bool(of_rank["is staged"])
@@ -63,10 +51,8 @@ def generated(engine: EmbeddedEngine) -> dict[str, Response]:
     return {name: generation.response for name, generation in finish(engine).items()}
 
 
-def test_an_engine_on_cuda_gives_the_tokens_and_log_probabilities_of_one_on_a_cpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    on_cuda = EmbeddedEngine(TINY, max_running_requests=8, device=torch.device("cuda"))
+def test_an_engine_on_cuda_gives_the_tokens_and_log_probabilities_of_one_on_a_cpu(cuda: str) -> None:
+    on_cuda = EmbeddedEngine(TINY, max_running_requests=8, device=torch.device(cuda))
     on_cuda.update_weights(1, random_weights(TINY))
     found, want = generated(on_cuda), generated(engine_of())
 
