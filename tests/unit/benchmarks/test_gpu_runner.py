@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.machine import Facts
+from benchmarks.gpu.machine import Facts, facts
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.runner import Outcome, Result, run_parts, table
 
@@ -122,6 +122,11 @@ def test_the_table_has_a_row_for_each_part(tmp_path: Path) -> None:
     assert first.endswith("copy_bytes_per_s 5")
     assert second.split()[:2] == ["sglang", "skipped"]
     assert second.endswith("no SGLang here")
+
+
+def test_a_machine_that_does_not_answer_in_time_is_told_with_the_seconds() -> None:
+    with pytest.raises(RuntimeError, match=r"benchmarks\.gpu\.machine did not answer within 0\.001 s"):
+        facts(timeout_s=0.001)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
