@@ -29,6 +29,11 @@ held.write('here'); held.flush()
 signal.pause()
 """
 """Holds the fifo's other end; with one more argument together with children, one of them in a session of its own."""
+LEAVES = """
+held = open(sys.argv[1], 'w')
+subprocess.Popen(['sh', '-c', 'sleep infinity & wait'], start_new_session=True, pass_fds=[held.fileno()])
+"""
+"""Ends, and leaves a child with a child of its own in another session. Both hold the fifo's other end."""
 FAR_S, NEAR_S = 60.0, 2.0
 END_S = 30.0
 
@@ -94,6 +99,17 @@ def test_a_part_is_killed_by_its_limit_with_its_children_and_leaves_the_figures_
     assert [result.status for result in results] == [Outcome.TIMED_OUT, Outcome.OK]
     assert has_ended(reading)
     assert saved(tmp_path / "results", "reshard")["figures"] == {"seconds_so_far": 3}
+
+
+def test_what_a_part_leaves_in_a_session_of_its_own_ends_with_the_part(tmp_path: Path, held: tuple[Path, int]) -> None:
+    path, reading = held
+    other = subprocess.Popen(["sleep", "infinity"])
+    (result,) = run(a_part("demo", LEAVES, str(path)), folder=tmp_path / "results")
+    assert result.status is Outcome.OK
+    assert has_ended(reading)
+    assert other.poll() is None, "a process that is not the part's was killed"
+    other.kill()
+    other.wait()
 
 
 def test_a_runner_that_is_killed_in_mid_part_leaves_whole_results_and_no_part(
