@@ -40,7 +40,6 @@ SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
 # An environment of the wheels, on top of an interpreter that has torch
 GPU_VENV := .venv-gpu
-GPU := $(GPU_VENV)/.installed
 # mypy refuses a folder without Python files
 CHECKED = $(foreach folder,tidegate cli services simulator benchmarks tests tools examples,\
 	$(if $(shell find $(folder) -name '*.py' -print -quit 2>/dev/null),$(folder)))
@@ -117,13 +116,14 @@ test-wandb: $(DEV)
 test-all: test test-long mutations test-wandb test-sglang
 
 # DRY asks no package of an environment. WHEELS makes one without a network; else it is the usual one.
-gpu: $(if $(DRY),,$(if $(WHEELS),$(GPU),$(DEV)))
+gpu: $(if $(DRY),,$(if $(WHEELS),$(GPU_VENV),$(DEV)))
 	@$(if $(DRY),$(PYTHON),$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python) -m benchmarks.gpu --device $(DEVICE) \
 		$(if $(PART),--part $(PART)) $(if $(DRY),--dry-run) $(ARGS)
 
-$(GPU): $(wildcard $(WHEELS)/*.whl) tools/offline.py
+# Asked each time: the environment is made anew for another interpreter or other wheels.
+.PHONY: $(GPU_VENV)
+$(GPU_VENV):
 	@$(PYTHON) tools/offline.py $(GPU_VENV) $(WHEELS) >&2
-	@touch $@
 
 wheels: $(RUNTIME)
 	@$(BIN)/python -m tools.wheels --python $(PY) --into build/wheels/$(PY) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))

@@ -1,7 +1,8 @@
 """Makes an environment on a machine without a network: `PYTHON tools/offline.py ENVIRONMENT WHEELS`.
 
 PYTHON is the machine's own interpreter, which has torch. The environment sees its packages, and the wheels of
-`make wheels` come before them. Nothing of the interpreter changes, and nothing else is installed.
+`make wheels` come before them. Nothing of the interpreter changes, and nothing else is installed. An environment
+of the same interpreter and wheels stays as it is; any other is made anew.
 
 This file imports the standard library alone. pip runs from its own wheel, so the interpreter needs neither pip nor
 ensurepip.
@@ -9,6 +10,7 @@ ensurepip.
 
 from __future__ import annotations
 
+import json
 import re
 import site
 import subprocess
@@ -22,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 11), (3, 13))
 TORCHES = ((2, 11), (2, 13))
 """The first and the last version with which Tidegate was written to run."""
+RECORD = "made_of.json"
+"""The file in an environment that says of what it was made. It is written last, so a half-made one has none."""
 
 
 class CannotInstall(RuntimeError):
@@ -45,7 +49,7 @@ def wheels_in(folder: Path, python: tuple[int, int]) -> tuple[Path, list[Path]]:
     """pip's wheel, and all others. Raises CannotInstall where they are missing or for another Python."""
     wheels = sorted(folder.resolve().glob("*.whl"))
     pips = [wheel for wheel in wheels if wheel.name.startswith("pip-")]
-    if not pips:
+    if len(wheels) == len(pips) or not pips:
         raise CannotInstall(f"{folder} has no wheels: make wheels PY={_dotted(python)} gathers them where a network is")
     own = f"cp{python[0]}{python[1]}"
     tags = {wheel.name.split("-")[2] for wheel in wheels if "-abi3-" not in wheel.name}
@@ -55,7 +59,14 @@ def wheels_in(folder: Path, python: tuple[int, int]) -> tuple[Path, list[Path]]:
     return pips[0], [wheel for wheel in wheels if wheel not in pips]
 
 
+def is_made_of(folder: Path, parts: dict[str, object]) -> bool:
+    """Whether the environment is whole, and of this interpreter and these wheels."""
+    record = folder / RECORD
+    return record.is_file() and json.loads(record.read_text()) == parts
+
+
 def make_environment(folder: Path, wheels: Path) -> None:
+    """Raises CannotInstall, also where the environment is there already."""
     python = sys.version_info[:2]
     try:
         torch = version("torch")
@@ -63,6 +74,14 @@ def make_environment(folder: Path, wheels: Path) -> None:
         torch = None
     check_interpreter(python, torch)
     pip, others = wheels_in(wheels, python)
+    parts: dict[str, object] = {
+        "interpreter": sys.executable,
+        "python": sys.version,
+        "wheels": [wheel.name for wheel in (pip, *others)],
+    }
+    if is_made_of(folder, parts):
+        return
+    print(f"make: making {folder} of {len(others)} wheels and {sys.executable}", file=sys.stderr)
     venv.EnvBuilder(system_site_packages=True, with_pip=False, clear=True, symlinks=True).create(folder)
     own = folder.resolve() / "bin" / "python"
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder.resolve())}))
@@ -81,6 +100,7 @@ def make_environment(folder: Path, wheels: Path) -> None:
     # Without this pip would leave out what the interpreter has already, in another version.
     subprocess.run([*install, "--ignore-installed", "--ignore-requires-python", *map(str, others)], check=True)
     subprocess.run([*install, "--no-build-isolation", "--editable", str(ROOT)], check=True)
+    (folder / RECORD).write_text(json.dumps(parts, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,9 +15,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks.gpu.marked_tests import SELECTION
-from tools.offline import CannotInstall, check_interpreter, wheels_in
+from tools.offline import RECORD, CannotInstall, check_interpreter, is_made_of, wheels_in
 from tools.wheels import LEFT_OUT, pins, wanted
 
+OF: dict[str, object] = {"interpreter": "/usr/bin/python3.12", "python": "3.12.1", "wheels": ["a-1-py3-none-any.whl"]}
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_PACKAGES = """
 import importlib, sys
@@ -135,5 +137,15 @@ def test_wheels_for_another_python_are_refused_with_the_command_that_gathers_the
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotInstall, match=r"has no wheels: make wheels PY=3\.12"):
-        wheels_in(tmp_path, (3, 12))
+    for folder in (tmp_path, tmp_path / "absent", folder_with(tmp_path, "pip-26.3-py3-none-any.whl")):
+        with pytest.raises(CannotInstall, match=r"has no wheels: make wheels PY=3\.12"):
+            wheels_in(folder, (3, 12))
+
+
+def test_an_environment_is_made_anew_for_another_interpreter_or_other_wheels(tmp_path: Path) -> None:
+    assert not is_made_of(tmp_path / "absent", OF)
+    assert not is_made_of(tmp_path, OF), "a half-made one"
+    (tmp_path / RECORD).write_text(json.dumps(OF))
+    assert is_made_of(tmp_path, OF)
+    assert not is_made_of(tmp_path, {**OF, "interpreter": "/usr/bin/python3.13"})
+    assert not is_made_of(tmp_path, {**OF, "wheels": ["a-2-py3-none-any.whl"]})
