@@ -115,8 +115,13 @@ test-wandb: $(DEV)
 
 test-all: test test-long mutations test-wandb test-sglang
 
+# Before an environment is made, for that takes minutes and gigabytes.
+.PHONY: gpu-check
+gpu-check:
+	@$(PYTHON) -m benchmarks.gpu --check --device $(DEVICE) $(if $(PART),--part $(PART))
+
 # DRY asks no package of an environment. WHEELS makes one without a network; else it is the usual one.
-gpu: $(if $(DRY),,$(if $(WHEELS),$(GPU_VENV),$(DEV)))
+gpu: $(if $(DRY),,gpu-check $(if $(WHEELS),$(GPU_VENV),$(DEV)))
 	@$(if $(DRY),$(PYTHON),$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python) -m benchmarks.gpu --device $(DEVICE) \
 		$(if $(PART),--part $(PART)) $(if $(DRY),--dry-run) $(ARGS)
 

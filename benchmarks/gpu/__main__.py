@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from benchmarks.gpu.parts import Part, chosen, parts
 
 _ON_CPU = Path("build/gpu")
 """The folder of results of tiny sizes on a CPU. Git ignores it: they are no measurements."""
+
+_TRY_ON_CPU = "DEVICE=cpu tries the parts at a tiny size"
 
 
 def main() -> int:
@@ -24,11 +27,13 @@ def main() -> int:
         for part in to_run:
             print(f"{part.name:10} at most {part.limit_s:4.0f} s  {part.about}")
         return 0
-    return _run(to_run, options.device, options.results)
+    if options.device == "cuda" and not _driver_has_device():
+        return _refuse(f"NVIDIA's driver shows no device here; {_TRY_ON_CPU}")
+    return 0 if options.check else _run(to_run, options.device, options.results)
 
 
 def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
-    # Import only now: a dry run needs no installed package.
+    # Import only now: a dry run and a check need no installed package.
     from benchmarks.gpu.machine import facts
     from benchmarks.gpu.runner import run_parts, table
     from benchmarks.report import RESULTS, commit
@@ -38,7 +43,7 @@ def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
     except RuntimeError as error:
         return _refuse(str(error))
     if device == "cuda" and machine["device"] is None:
-        return _refuse(f"torch {machine['torch']} sees no CUDA device; DEVICE=cpu tries the parts at a tiny size")
+        return _refuse(f"torch {machine['torch']} sees no CUDA device; {_TRY_ON_CPU}")
     folder = folder or (RESULTS / "gpu" if device == "cuda" else _ON_CPU)
     # Forked ranks ask whether there is CUDA: by NVML, for a context cannot be forked.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
@@ -50,12 +55,23 @@ def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
     return int(any(result.is_bad for result in results))
 
 
+def _driver_has_device() -> bool:
+    """Asks the driver's library, which torch loads too. It opens no context, and needs no package."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    num_devices = ctypes.c_int(0)
+    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(num_devices)) == 0 and num_devices.value > 0
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="What Tidegate does on a CUDA device."
     )
     parser.add_argument("--part", metavar="NAME", help="run one part")
     parser.add_argument("--dry-run", action="store_true", help="list the parts with their limits")
+    parser.add_argument("--check", action="store_true", help="refuse what cannot run here, and run nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the parts at a tiny size")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where to write the results")
     return parser.parse_args()

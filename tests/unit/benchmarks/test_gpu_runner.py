@@ -34,6 +34,7 @@ held = open(sys.argv[1], 'w')
 subprocess.Popen(['sh', '-c', 'sleep infinity & wait'], start_new_session=True, pass_fds=[held.fileno()])
 """
 """Ends, and leaves a child with a child of its own in another session. Both hold the fifo's other end."""
+ROOT = Path(__file__).resolve().parents[3]
 FAR_S, NEAR_S = 60.0, 2.0
 END_S = 30.0
 
@@ -145,11 +146,11 @@ def test_a_machine_that_does_not_answer_in_time_is_told_with_the_seconds() -> No
         facts(timeout_s=0.001)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
     # No device is visible, also where there is one.
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments], capture_output=True, text=True, env=env, check=False
+        [*python, "-m", "benchmarks.gpu", *arguments], capture_output=True, text=True, env=env, check=False
     )
 
 
@@ -168,7 +169,7 @@ def test_a_dry_run_lists_the_parts_with_their_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "want"), [((), "sees no CUDA device"), (("--part", "dmeo"), "no part is called 'dmeo'")]
+    ("arguments", "want"), [((), "shows no device"), (("--part", "dmeo"), "no part is called 'dmeo'")]
 )
 def test_what_cannot_run_is_said_in_one_line_with_exit_2(arguments: tuple[str, ...], want: str) -> None:
     refused = command(*arguments)
@@ -176,3 +177,38 @@ def test_what_cannot_run_is_said_in_one_line_with_exit_2(arguments: tuple[str, .
     assert want in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert refused.stdout == ""
+
+
+WITHOUT_PACKAGES = (sys.executable, "-S")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"), [((), "DEVICE=cpu tries the parts"), (("--part", "dmeo"), "no part is called 'dmeo'")]
+)
+def test_an_interpreter_without_packages_refuses_what_cannot_run(arguments: tuple[str, ...], want: str) -> None:
+    refused = command("--check", *arguments, python=WITHOUT_PACKAGES)
+    assert refused.returncode == 2
+    assert want in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_check_of_the_parts_on_a_cpu_runs_none() -> None:
+    checked = command("--check", "--device", "cpu", python=WITHOUT_PACKAGES)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("options", [(), ("WHEELS=wheels",)])
+def test_make_asks_for_a_device_before_it_makes_an_environment(options: tuple[str, ...], tmp_path: Path) -> None:
+    folders = (f"VENV={tmp_path / 'venv'}", f"GPU_VENV={tmp_path / 'gpu'}", f"PYTHON={sys.executable}")
+    plan = subprocess.run(
+        ["make", "--dry-run", "-C", str(ROOT), "gpu", *folders, *options], capture_output=True, text=True, check=True
+    ).stdout
+    assert 0 < plan.index("-m benchmarks.gpu --check --device cuda") < plan.index(str(tmp_path))
+
+
+def test_make_lists_the_parts_without_a_check() -> None:
+    listed = subprocess.run(
+        ["make", "--dry-run", "-C", str(ROOT), "gpu", "DRY=1"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "--dry-run" in listed
+    assert "--check" not in listed
