@@ -2,6 +2,11 @@
 
 The writer is one rank of the actor's own library, in a world of one rank, which uses NCCL where there is CUDA. The
 reader takes all weights as an engine does. Both check sums, so both read every byte once more.
+
+    share of the copy rate = bytes / seconds / rate
+
+The rate is that of a plain copy (`copies`) from the device to host memory for the publication, and from host memory to
+the device for the load. What is read from the snapshot stays in host memory, so it has no share.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.copies import synchronize
+from benchmarks.gpu.copies import copy_rates, synchronize
 from benchmarks.gpu.report import PartReport
 from benchmarks.reshard_sides import Crew
 from benchmarks.reshard_state import LogicalState, Width, adam, model
@@ -35,20 +40,32 @@ _TIMEOUT_S = 150.0
 class Size:
     width: Width
     num_layers: int
+    copy_bytes: int
 
 
-SIZES = {"cuda": Size(Width.LARGE, num_layers=8), "cpu": Size(Width.SMALL, num_layers=2)}
+SIZES = {
+    "cuda": Size(Width.LARGE, num_layers=8, copy_bytes=1 << 30),
+    "cpu": Size(Width.SMALL, num_layers=2, copy_bytes=1 << 20),
+}
+_COPIED = {"publish": "device_to_host", "to_device": "host_to_device"}
+"""The copy that each step of the snapshot has in it."""
 
 
 def measure(device: str, report: PartReport) -> None:
     size = SIZES[device]
+    copies = copy_rates(torch.device(device), size_bytes=size.copy_bytes)
+    report.note(copies)
     call = {"width": size.width, "num_layers": size.num_layers, "device": "cuda:0" if device == "cuda" else device}
     with rank_server() as server:
         (found,) = server.run("benchmarks.gpu.snapshot:publish_and_load", 1, call, timeout_s=_TIMEOUT_S)
     seconds = {key: float(value) for key, value in found.items() if key.endswith("_s")}
     size_bytes = int(found["size_bytes"])
     rates = {f"{key.removesuffix('_s')}_bytes_per_s": size_bytes / value for key, value in seconds.items()}
-    report.note({**seconds, **rates, "size_bytes": size_bytes, "backend": str(found["backend"])})
+    shares = {
+        f"{step}_share_of_copy_rate": rates[f"{step}_bytes_per_s"] / copies[f"{copy}_bytes_per_s"]
+        for step, copy in _COPIED.items()
+    }
+    report.note({**seconds, **rates, **shares, "size_bytes": size_bytes, "backend": str(found["backend"])})
 
 
 def publish_and_load(context: RankContext, *, width: str, num_layers: int, device: str) -> Results:

@@ -27,6 +27,9 @@ def test_the_weights_come_back_from_a_snapshot_with_their_times(report: PartRepo
     snapshot.measure("cpu", report)
     assert report.figures["size_bytes"] > 1 << 20
     assert all(report.figures[f"{step}_bytes_per_s"] > 0 for step in ("publish", "read", "to_device"))
+    for step, copy in (("publish", "device_to_host"), ("to_device", "host_to_device")):
+        want = report.figures[f"{step}_bytes_per_s"] / report.figures[f"{copy}_bytes_per_s"]
+        assert report.figures[f"{step}_share_of_copy_rate"] == pytest.approx(want)
     assert report.figures["backend"] == "gloo"
 
 
