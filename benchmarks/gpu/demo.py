@@ -1,4 +1,7 @@
-"""The demo's job from start to end on slots that share the device. Its reward must rise and no sample may be lost."""
+"""The demo's job from start to end on slots that share the device. Its reward must rise and no sample may be lost.
+
+Its timeline is kept: `demo.timeline.json` beside the result.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def run_demo(overrides: Sequence[str], report: PartReport) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"the demo ended with {done.returncode}; its own message is above")
         summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        slots = json.loads(Path(summary.pop("timeline")).read_text())["otherData"]
+        timeline = Path(summary.pop("timeline"))
+        slots = json.loads(timeline.read_text())["otherData"]
+        report.keep("timeline.json", timeline)
     report.note(summary)
     report.note({"slot_seconds_by_state": _seconds_by_state(slots["state_ns"].values()), "overrides": list(overrides)})
     if summary["lost"] or summary["duplicates"] or summary["samples_trained"] == 0:

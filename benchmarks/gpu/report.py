@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,16 @@ class PartReport:
     def skip(self, reason: str) -> None:
         self.reason = reason
         self._write()
+
+    def keep(self, name: str, file: Path) -> None:
+        """Leave a copy of the file for the runner, under a name without a folder."""
+        self.kept.mkdir(exist_ok=True)
+        shutil.copyfile(file, self.kept / name)
+
+    @property
+    def kept(self) -> Path:
+        """The folder of the files that the part leaves beside its figures."""
+        return self.path.parent / "kept"
 
     @classmethod
     def read(cls, path: Path) -> PartReport:

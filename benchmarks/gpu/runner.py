@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -54,7 +55,8 @@ class Result:
 def run_parts(
     parts: Sequence[Part], *, folder: Path, facts: Facts, commit: str, say: Callable[[str], None]
 ) -> list[Result]:
-    """The results in order. Each is in `folder` as PART.json too, and the part's output as PART.log."""
+    """The results in order. Each is in `folder` as PART.json too, the part's output as PART.log, what it kept as
+    PART.NAME.json."""
     folder.mkdir(parents=True, exist_ok=True)
     results = []
     for part in parts:
@@ -80,9 +82,19 @@ def _run(part: Part, log: Path) -> Result:
         path = Path(scratch) / "report.json"
         ended = run_limited([sys.executable, *part.command, str(path)], limit_s=part.limit_s, log=log)
         report = PartReport.read(path)
+        _keep(report.kept, log.parent, part.name)
     status, reason = _judged(part, ended, report, log)
     command = " ".join(["python", *part.command])
     return Result(part.name, status, reason, round(ended.seconds, 3), part.limit_s, began, command, report.figures)
+
+
+def _keep(kept: Path, folder: Path, part: str) -> None:
+    """Put the part's files beside its result as PART.NAME, in place of those of its former run."""
+    for former in folder.glob(f"{part}.*.json"):
+        former.unlink()
+    if kept.exists():
+        for file in kept.iterdir():
+            shutil.copyfile(file, folder / f"{part}.{file.name}")
 
 
 def _judged(part: Part, ended: Ended, report: PartReport, log: Path) -> tuple[Outcome, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_the_demo_runs_to_its_end_and_loses_nothing(report: PartReport) -> None:
     assert report.figures["iterations"] == 2
     assert report.figures["samples_trained"] == report.figures["samples_generated"] == 256
     assert report.figures["slot_seconds_by_state"]["training"] > 0
+    assert json.loads((report.kept / "timeline.json").read_text())["traceEvents"]
 
 
 @pytest.mark.long

@@ -82,6 +82,17 @@ def test_a_result_has_the_figures_the_machine_and_the_command(tmp_path: Path) ->
     assert found["command"].startswith("python -c ")
 
 
+def test_a_file_that_a_part_keeps_is_beside_its_result_until_its_next_run(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("{}")
+    keeps = a_part("demo", f"report.keep('timeline.json', Path({str(tmp_path / 'a file')!r})); {NOTES}")
+    run(keeps, folder=tmp_path / "results")
+    assert (tmp_path / "results" / "demo.timeline.json").read_text() == "{}"
+    run(a_part("doctor", NOTES), folder=tmp_path / "results")
+    assert (tmp_path / "results" / "demo.timeline.json").exists()
+    run(a_part("demo", NOTES), folder=tmp_path / "results")
+    assert not (tmp_path / "results" / "demo.timeline.json").exists()
+
+
 def test_a_part_that_fails_or_is_skipped_says_why_and_keeps_no_other_from_running(tmp_path: Path) -> None:
     fails = a_part("tests", f"{NOTES}; raise RuntimeError('no such kernel')")
     results = run(fails, a_part("sglang", SKIPS), a_part("demo", NOTES), folder=tmp_path)
