@@ -1,17 +1,22 @@
 """SGLang on the device, where SGLANG_PYTHON or this interpreter has it.
 
-The seconds of its start, of a weight update, of sleep and wake, and its tokens a second by batch: what the simulator
-takes for an engine's decode costs. All figures are those of one small model with random weights.
+The seconds of its start, of a weight update, of sleep and wake, and its tokens a second by batch. `assumptions` has the
+simulator's keys for a decode step (`simulator.cost_model`), fitted to the batches:
+
+    batch / tokens a second = step_base_s + step_per_sequence_s * batch
+
+The seconds of the short prompts are in them. All figures are those of one small model with random weights.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +27,8 @@ from services.rollout.sglang.server import ServerSettings
 from tidegate.model_config import ModelConfig
 
 _START_TIMEOUT_S = 120.0
+_LEAST_S = 1e-9
+"""The simulator refuses a step without a fixed part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +83,32 @@ def measure_with(python: Path, size: Size, device: str, folder: Path, report: Pa
         weights = weights_of(size.model)
         report.note({"first_update_s": _seconds(lambda: engine.update_weights(1, weights))})
         # Warm up: the first requests of a batch size may compile.
+        rates = {}
         for batch in size.batches:
             timed(engine, requests_of(batch))
-            rate, _ = timed(engine, requests_of(batch))
-            report.note({f"batch_{batch}_tokens_per_s": rate})
+            rates[batch], _ = timed(engine, requests_of(batch))
+            report.note({f"batch_{batch}_tokens_per_s": rates[batch]})
+        report.note({"assumptions": decode_costs(rates)})
         report.note({"sleep_s": _seconds(engine.sleep), "wake_s": _seconds(engine.wake)})
         report.note({"update_s": _seconds(lambda: engine.update_weights(2, weights))})
     finally:
         engine.close()
+
+
+def decode_costs(rates: Mapping[int, float]) -> dict[str, float]:
+    """The keys of the config's `assumptions`, from tokens a second by batch, of two batches or more."""
+    step_s = [batch / rate for batch, rate in rates.items()]
+    fitted = statistics.linear_regression(list(rates), step_s)
+    # A line through noise may fall, or start below 0. No step is free.
+    per_sequence_s = max(fitted.slope, 0.0)
+    base_s = fitted.intercept if fitted.slope > 0 else statistics.mean(step_s)
+    return {
+        "costs.engine.step_floor_s": 0.0,
+        "costs.engine.step_base_s": max(base_s, _LEAST_S),
+        "costs.engine.step_per_sequence_s": per_sequence_s,
+        # The batches do not separate it from the sequences.
+        "costs.engine.step_per_kv_token_s": 0.0,
+    }
 
 
 def _seconds(step: Callable[[], None]) -> float:
