@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import distribution, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,13 @@ def lacking() -> set[str]:
         module
         for module, packages in packages_distributions().items()
         if not there & {canonicalize_name(package) for package in packages}
+        and any(not is_vendored(package) for package in packages)
     }
+
+
+def is_vendored(package: str) -> bool:
+    """Whether it is in setuptools' own folder, which an import of setuptools adds to the path."""
+    return Path(str(distribution(package).locate_file(""))).name == "_vendor"
 
 
 def requirements_of(package: str) -> set[str]:
