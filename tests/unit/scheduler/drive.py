@@ -33,6 +33,8 @@ class Drive:
     delivered: list[ev.Event] = field(default_factory=list)
     num_losses: int = 0
     """The number of next decisions whose commands are lost: a scheduler dies after it wrote its state."""
+    is_new: bool = False
+    """A scheduler has started after such a death, and has not decided yet."""
     propose: Callable[[ClusterState], Proposal] | None = None
     """It proposes in place of the policy, if set."""
     policy: Policy = field(default_factory=StaticPolicy)
@@ -51,6 +53,7 @@ class Drive:
                 return done
             if self.num_losses:
                 self.num_losses -= 1
+                self.is_new = True
                 return done
             self.cluster.execute(decision.commands)
             done += decision.commands
@@ -82,6 +85,8 @@ class Drive:
             return True
         else:
             due_ms = next_due_ms(self.state)
+            if due_ms is None and self.is_new:
+                due_ms, self.is_new = self.now_ms, False
             if due_ms is None:
                 return False
             self.now_ms = max(self.now_ms, due_ms)
