@@ -133,7 +133,7 @@ class FakeCluster(FakeChanges):
                     lead.resize = lead.suspension = None
                 for grant in command.grants:
                     self.gates[grant.gpu].is_held = False
-                lead.members = command.members
+                lead.members = tuple(grant for grant in lead.members if grant not in command.grants)
                 self.voice.say(lead.instance, ev.GpusReleased(command.grants), transition=header.transition_id)
             case cmd.LoadWeights():
                 lead.members = header.members
