@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,28 @@ DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of the job when nothing happens. The first test fills it."""
-    return {"folder": tmp_path_factory.mktemp("undisturbed")}
+    """The result of the job when nothing happens. Each process of tests makes its own."""
+
+    async def made() -> dict[str, Any]:
+        async with running(small_job("plain"), tmp_path_factory.mktemp("undisturbed")) as job:
+            return {"result": await job.result(), "lineage": without_incarnation(job.folder.journal)}
+
+    return asyncio.run(made())
 
 
-async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(undisturbed: dict[str, Any]) -> None:
-    async with running(small_job("plain"), undisturbed["folder"]) as job:
+async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(tmp_path: Path) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
         await job.until(updated(1))
         sockets = _listening(job)
-        undisturbed["result"] = await job.result()
-        undisturbed["lineage"] = without_incarnation(job.folder.journal)
+        result = await job.result()
         assert len(sockets) >= 9, "seven services, NATS and the store listen at least"
         assert all(_is_loopback(host) for host in sockets), sockets
         assert trained_draws(job.folder.journal) == DRAWS
         assert not any(job.gates().values())
     events = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
     assert_record_shows_the_job(events)
-    assert_can_be_calibrated_from(job, undisturbed["result"])
-    summary = undisturbed["result"]["summary"]
+    assert_can_be_calibrated_from(job, result)
+    summary = result["summary"]
     want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
     assert {key: summary[key] for key in want} == want
 
