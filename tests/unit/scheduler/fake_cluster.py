@@ -24,7 +24,7 @@ from simulator.store import REFUSED
 from simulator.voice import fate
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, num_prompts, samples
-from tests.unit.scheduler.fake_pictures import EIGHTHS, picture
+from tests.unit.scheduler.fake_pictures import EIGHTHS, is_between_minibatches, picture
 from tidegate.ownership.records import MoveState
 from tidegate.types import GpuId, Grant, Role, Token
 
@@ -223,21 +223,32 @@ class FakeCluster(FakeChanges):
             if lead.has_reported:
                 continue
             is_there = (role, lead.incarnation, lead.plan) in self.handed_on
-            if lead.plan is None or lead.is_held or not (is_there or self._can_work(role, lead)):
+            if lead.plan is None or not (is_there or self._can_work(role, lead)):
                 break
+            if lead.is_held:
+                return self._finish_minibatch(lead) or has_worked
             self._report(role, lead)
             has_worked = True
         return has_worked
 
     def show(self, role: Role, *, eighths: int) -> None:
-        """The lead sends a picture of its open iteration, so many eighths of it done; without one it sends none."""
+        """The lead sends a picture of its open iteration, so many eighths of it done; without one it sends none. After
+        its account it has done all."""
         lead = self.leads[role]
         if lead is None or lead.plan is None or not self.instances[lead.instance].is_alive:
             return
+        lead.eighths = eighths = EIGHTHS if lead.has_reported else eighths
         gpus = tuple(grant.gpu for grant in lead.members if self._is_at_work(grant))
         body = picture(role, lead.plan, gpus, num_prompts=num_prompts(lead.plan), eighths=eighths)
         said: dict[str, Any] = {"incarnation": lead.incarnation, "iteration": lead.plan.iteration}
         self.voice.say(lead.instance, body, grants=lead.members, **said)
+
+    def _finish_minibatch(self, lead: FakeLead) -> bool:
+        """An actor on hold trains the rest of a minibatch that it began. False when it is between two."""
+        if is_between_minibatches(lead.eighths):
+            return False
+        self.show(Role.ACTOR, eighths=lead.eighths + 1)
+        return True
 
     def _can_work(self, role: Role, lead: FakeLead) -> bool:
         works = [self._is_at_work(each) for each in lead.members]

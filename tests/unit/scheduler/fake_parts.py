@@ -108,6 +108,8 @@ class FakeLead:
     """The evaluation under way."""
     incarnation: int = 0
     has_reported: bool = False
+    eighths: int = 0
+    """So much of the iteration its last picture showed."""
     resize: Change | None = None
     suspension: cmd.Suspend | None = None
     """The suspension that comes between two updates."""
@@ -129,7 +131,8 @@ class FakeLead:
     def open(self, plan: IterationPlan) -> None:
         if plan is not self.broken_off:
             self.is_held, self.group_order = False, ()
-        self.plan, self.broken_off, self.evaluated, self.has_reported = plan, None, None, False
+        self.plan, self.broken_off, self.evaluated = plan, None, None
+        self.has_reported, self.eighths = False, 0
 
     def evaluate(self, command: cmd.Evaluate) -> None:
         self.evaluated, self.broken_off = command, None

@@ -60,9 +60,13 @@ def training(plan: IterationPlan, gpus: Sequence[GpuId], *, num_prompts: int, ei
     return Training(
         num_minibatches_done=num_done,
         num_taken=len(_ended_groups(plan, num_prompts, eighths)),
-        is_at_boundary=eighths % 2 == 0,
+        is_at_boundary=is_between_minibatches(eighths),
         measured=(TrainerRate(Layout(dp=len(gpus)), 100.0 * len(gpus)),) if gpus and num_done else (),
     )
+
+
+def is_between_minibatches(eighths: int) -> bool:
+    return eighths % 2 == 0
 
 
 def _ended_groups(plan: IterationPlan, num_prompts: int, eighths: int) -> tuple[int, ...]:
