@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
 from tests.unit.cli.schedulers import LeavingScheduler, served
+from tidegate.adapters.nats_bus import NatsBus
 from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
@@ -25,6 +30,37 @@ from tidegate.v1 import control_pb2, events_pb2, types_pb2
 FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, version=2, num_samples_trained=8)
 
 
+@dataclass
+class Followed:
+    follower: JobFollower
+    bus: NatsBus
+    source: EventSource
+    folder: JobFolder
+
+    async def submitted_before(self, *, incarnation: int) -> None:
+        """Puts the submission of an earlier run on the stream."""
+        earlier = events_pb2.JobSubmitted(config_json="{}")
+        event = self.source.event(earlier, job=JobId(self.folder.root.name), incarnation=incarnation)
+        await self.bus.events.publish(event)
+
+
+@asynccontextmanager
+async def followed(tmp_path: Path, now_s: Callable[[], float] = time.monotonic) -> AsyncIterator[Followed]:
+    """A new job on servers of its own. Its follower writes to the file `shown`."""
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder = JobFolder.of(config)
+        folder.root.mkdir(parents=True)
+        bus = await connect_bus(config, name="test")
+        try:
+            with (tmp_path / "shown").open("w") as shown:
+                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)), now_s=now_s)
+                source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
+                yield Followed(follower, bus, source, folder)
+        finally:
+            await bus.close()
+
+
 @pytest.mark.parametrize(
     ("earlier_incarnations", "want"),
     [([], 8), ([3], 8), ([12], 13)],
@@ -33,21 +69,12 @@ FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, vers
 async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_checkpoints(
     earlier_incarnations: list[int], want: int, tmp_path: Path
 ) -> None:
-    async with EmbeddedServers(tmp_path / "servers") as servers:
-        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
-        bus = await connect_bus(config, name="test")
-        try:
-            source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
-            for incarnation in earlier_incarnations:
-                earlier = events_pb2.JobSubmitted(config_json="{}")
-                await bus.events.publish(source.event(earlier, job=JobId(config.job), incarnation=incarnation))
-            with (tmp_path / "shown").open("w") as shown:
-                view = LinesView(UnfailingStream(shown))
-                follower = JobFollower(bus, config, JobFolder.of(config), view)
-                await follower.submit(source, resume=True, checkpoint=FOUND)
-            events = [event async for _, event in bus.events.read(JobId(config.job))][len(earlier_incarnations) :]
-        finally:
-            await bus.close()
+    async with followed(tmp_path) as run:
+        for incarnation in earlier_incarnations:
+            await run.submitted_before(incarnation=incarnation)
+        await run.follower.submit(run.source, resume=True, checkpoint=FOUND)
+        stream = [event async for _, event in run.bus.events.read(JobId(run.folder.root.name))]
+    events = stream[len(earlier_incarnations) :]
     saved, submitted = events
     assert saved.checkpoint_saved == events_pb2.CheckpointSaved(
         name="inc007-it000002", next_iteration=2, version=2, num_samples_trained=8
@@ -70,22 +97,11 @@ class TwoRunsScheduler(LeavingScheduler):
 
 
 async def test_an_earlier_runs_end_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    async with EmbeddedServers(tmp_path / "servers") as servers:
-        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
-        folder = JobFolder.of(config)
-        folder.root.mkdir(parents=True)
-        bus = await connect_bus(config, name="test")
-        try:
-            source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
-            earlier = events_pb2.JobSubmitted(config_json="{}")
-            await bus.events.publish(source.event(earlier, job=JobId(config.job), incarnation=1))
-            with (tmp_path / "shown").open("w") as shown:
-                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
-                await follower.submit(source, resume=True, checkpoint=None)
-                async with served(folder, TwoRunsScheduler(folder)):
-                    end = await follower.end()
-        finally:
-            await bus.close()
+    async with followed(tmp_path) as run:
+        await run.submitted_before(incarnation=1)
+        await run.follower.submit(run.source, resume=True, checkpoint=None)
+        async with served(run.folder, TwoRunsScheduler(run.folder)):
+            end = await run.follower.end()
     assert end is End.CANCELLED
 
 
@@ -104,21 +120,11 @@ class WaitingScheduler(TwoRunsScheduler):
 
 
 async def test_the_output_of_a_run_says_why_its_job_has_no_gpus(tmp_path: Path) -> None:
-    async with EmbeddedServers(tmp_path / "servers") as servers:
-        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
-        folder = JobFolder.of(config)
-        folder.root.mkdir(parents=True)
-        bus = await connect_bus(config, name="test")
-        try:
-            with (tmp_path / "shown").open("w") as shown:
-                view, clock = LinesView(UnfailingStream(shown)), count(step=20)
-                follower = JobFollower(bus, config, folder, view, now_s=lambda: float(next(clock)))
-                source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
-                await follower.submit(source, resume=False, checkpoint=None)
-                async with served(folder, WaitingScheduler(folder)):
-                    await follower.end()
-        finally:
-            await bus.close()
+    clock = count(step=20)
+    async with followed(tmp_path, now_s=lambda: float(next(clock))) as run:
+        await run.follower.submit(run.source, resume=False, checkpoint=None)
+        async with served(run.folder, WaitingScheduler(run.folder)):
+            await run.follower.end()
     assert "no GPUs for actor since 20 s: 0 of 1 GPUs of the actor are free" in (tmp_path / "shown").read_text()
 
 
