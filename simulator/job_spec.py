@@ -57,6 +57,7 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         command_deadline_ms=COMMAND_DEADLINE_MS,
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
         minibatch_order=own.minibatch_order,
+        streams=own.streams,
         num_logical_shards=scenario.actor_num_logical_shards,
         costs=measured_costs(scenario.costs, _reshard(scenario)),
         rates=Rates(_trainer_rates(scenario, layouts[Role.ACTOR], held), scenario.costs.inference.rate_tokens_per_s),

@@ -94,6 +94,8 @@ class JobSpec:
     evaluate_every: int | None = None
     """The number of iterations between evaluations. None: there are no evaluations."""
     minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
+    streams: bool = True
+    """A minibatch begins with the first groups that arrive. Otherwise it begins once all its groups are there."""
     num_logical_shards: int | None = None
     """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
     costs: Costs = ASSUMED_COSTS

@@ -57,15 +57,29 @@ def forecast(situation: Situation, simulated: SimulatedIteration, order: tuple[i
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> None:
+    found_s, want_s = ends_s(PUBLISHED, name)
+    assert found_s == pytest.approx(want_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_within_eight_percent(name: str) -> None:
+    """It also gets the GPUs of an ended rollout while it waits for its last minibatch, so its forecast is late."""
+    found_s, want_s = ends_s(of(streams=False), name)
+    assert found_s == pytest.approx(want_s, rel=0.08)
+    assert want_s > 1.1 * ends_s(PUBLISHED, name)[1]
+
+
+def ends_s(scenario: Scenario, name: str) -> tuple[float, float]:
+    """The forecast end of a plan, and the one that the simulator finds."""
     start_s, trainer, inference = PLANS[name]
-    situation, simulated = opened(PUBLISHED, 1)
+    situation, simulated = opened(scenario, 1)
     order = short_between_long(situation, 0.25)
     plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
     (found,), _ = forecast(situation, simulated, order).ends_s(plan)
     size = situation.spec.group_size
     members = tuple(prompt * size + member for prompt in order for member in range(size))
-    want = run_schedule(simulated, Schedule(start_s, trainer, inference, members))
-    assert found == pytest.approx(want.now_s - SYNC_S, rel=0.05)
+    world = run_schedule(simulated, Schedule(start_s, trainer, inference, members))
+    return float(found), world.now_s - SYNC_S
 
 
 @pytest.mark.parametrize("waits", [False, True])

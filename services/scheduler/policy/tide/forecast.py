@@ -17,7 +17,8 @@ where the last minibatch waits for the rollout. In each segment:
        end_i = max(end_(i-1), ready_i) + w_i                          w_i: seconds of work; ready_i: when it can begin
              = W_i + max over j <= i of (ready_j - W_(j-1))           W: the sums of w (Lindley 1952)
 
-   The second form is one cumulated sum and one cumulated maximum.
+   The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
+   when the last lot is ready.
 4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
 
 Invariants:
@@ -324,7 +325,9 @@ class Forecast:
             return begin + segment.fixed_s
         work = tokens / np.maximum(segment.rate, 1e-3)[:, None]
         done = np.cumsum(work, axis=1)
-        end: Floats = done[:, -1] + (np.maximum(since, begin[:, None]) - (done - work)).max(axis=1)
+        # Without streaming the first lot too waits for the last one.
+        earlier = done - work if self.left.streams else 0.0
+        end: Floats = done[:, -1] + (np.maximum(since, begin[:, None]) - earlier).max(axis=1)
         return np.minimum(end, NEVER_S) + segment.fixed_s
 
     def _of_minibatch(self, nth: int, inferred_s: Floats, order: Ints) -> tuple[Floats, Floats]:

@@ -95,12 +95,14 @@ class Lots:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`until[k]`: how many lots the first k + 1 of the remaining minibatches take together."""
+    """`until[k]`: how many lots the first k + 1 of the remaining minibatches take together. `streams`: a minibatch
+    begins with its first lot."""
 
     load: Load
     lots: Lots
     until: tuple[int, ...]
     is_by_arrival: bool
+    streams: bool = True
 
 
 def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Ints | None = None) -> Outlook:
@@ -118,7 +120,8 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
     base = picture.length_of[open_at] + context - starts[open_at]
     load = _load(starts[open_at], ends[open_at], base, max(1, num_slots))
     lots, until = _lots(situation, starts, ends, final, context)
-    return Outlook(load, lots, until, situation.spec.minibatch_order is MinibatchOrder.ARRIVAL)
+    spec = situation.spec
+    return Outlook(load, lots, until, spec.minibatch_order is MinibatchOrder.ARRIVAL, spec.streams)
 
 
 def context_tokens(picture: Generation) -> float:

@@ -30,7 +30,7 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 """Raise it with every change of the fields of a state. Otherwise a state of the old format is read wrongly, or is
 refused for a field without a remedy."""
 
