@@ -127,3 +127,5 @@ def _print_tables(outcome: Outcome) -> None:
     evaluations = jobs.evaluation_rows(outcome.job.job, outcome.job)
     if evaluations:
         print(f"\n{table(evaluations, jobs.evaluation_columns(evaluations, of_several=False))}")
+    if outcome.pace is not None:
+        print(f"\n{outcome.pace.text()}")

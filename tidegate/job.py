@@ -18,6 +18,7 @@ from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.config.checks.layouts import layout_fault
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
+from tidegate.length_law import drawn_length
 from tidegate.megatron.family import model_parameters, padded_vocab_size, possible_tp_sizes
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig
@@ -175,6 +176,19 @@ class Job:
         """
         text = f"{self.config.seed}/evaluation/{prompt}/{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+    def drawn_length(self, sample: SampleId) -> int | None:
+        """The length of a response by `rollout.length_law`. None: the model ends it."""
+        law = self.config.rollout.length_law
+        return law and drawn_length(law, sample, max_new_tokens=self.config.algorithm.max_new_tokens)
+
+    def response_text(self, response: Sequence[int]) -> str:
+        """The text of a response, which is rewarded. Under a length law it ends at the first stop token."""
+        if self.config.rollout.length_law is not None:
+            ends = self.tokenizer.end_ids
+            last = next((place for place, token in enumerate(response) if token in ends), len(response))
+            response = response[: last + 1]
+        return self.tokenizer.decode_response(response)
 
     def sampling_seed(self, sample: SampleId) -> int:
         """64 bits that decide a response's draws. Without the incarnation: a resumed job samples the same again."""

@@ -50,6 +50,10 @@ class GrpoMinibatch:
     def micro_batches(self, place: ReplicaPlace) -> list[TrainBatch]:
         return train_batches(self.samples, token_weights(self.samples, self.settings.grpo), self.packed(place))
 
+    def replica_tokens(self, place: RankPlace) -> list[list[int]]:
+        """The tokens of each micro-batch without padding, by replica."""
+        return self.packed(place.of_replicas).replica_tokens()
+
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
         settings = self.settings
         batches = self.micro_batches(place.of_replicas)

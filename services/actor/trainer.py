@@ -6,6 +6,8 @@ minibatches that the actor trains on, and the report of an update.
 Invariants:
 - Every rank of the layout reports the same of an update. [test_worker: has_the_losses_of_a_fixed_one]
 - A standby takes no part in an update: it refuses one. [test_worker: impossible_calls_are_refused]
+- Under a pace an update lasts as long as that of the busiest replica, with the same bits.
+  [test_paced_workers: update_lasts]
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from tidegate.megatron.lr import group_rates
 from tidegate.megatron.packing import Packing, TokenCap
 from tidegate.megatron.thd import te_attention
 from tidegate.megatron.updates import Update
-from tidegate.types import Precision
+from tidegate.runtime.pacer import Pacer
+from tidegate.types import Layout, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,13 @@ class MegatronTrainer:
         *,
         shared_memory: Path | None = None,
         weights: InitialWeights | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
-        """`shared_memory`: as in ElasticSettings; `weights`: as in GptProvider."""
+        """`shared_memory`: as in ElasticSettings; `weights`: as in GptProvider.
+
+        `pacer` has the pace of GRPO updates. Supervised steps and forward passes have none."""
         self.settings = settings
+        self._pacer = pacer or Pacer()
         self.elastic = ElasticTrainer(
             GptProvider(
                 settings.model,
@@ -89,7 +96,8 @@ class MegatronTrainer:
 
         Raises ValueError before anything begins, NotInLayout, and PeerLost."""
         minibatch = GrpoMinibatch(samples, self.settings)
-        update = self._update(minibatch, learning_rate, cursor)
+        with self._pacer.step(lambda law: law.training_s(minibatch.replica_tokens(self._place()), self._layout)):
+            update = self._update(minibatch, learning_rate, cursor)
         metrics = update_metrics(samples, update.sums, importance_cap=self.settings.grpo.importance_cap)
         filling = minibatch.packed(self._place().of_replicas).filling
         return _report(update, metrics | {"micro_batches": float(filling.num_batches), "padding": filling.padding})
@@ -132,6 +140,10 @@ class MegatronTrainer:
             for batch, log_probs_BS in zip(batches, rows, strict=bool(rows))
             for row, index in enumerate(batch.sequences)
         }
+
+    @property
+    def _layout(self) -> Layout:
+        return self.elastic.state.skeleton.mesh.layout
 
     def _place(self) -> RankPlace:
         skeleton, world = self.elastic.state.skeleton, self.elastic.world

@@ -49,6 +49,7 @@ from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.family import model_parameters
+from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import Role, node_of
@@ -151,7 +152,11 @@ class TrainerWorker:
             device=world.device,
         )
         self._trainer = MegatronTrainer(
-            _settings(job), world, shared_memory=choice.folder, weights=initial_weights(job)
+            _settings(job),
+            world,
+            shared_memory=choice.folder,
+            weights=initial_weights(job),
+            pacer=Pacer.of(config.cluster, self._channel.clock.count),
         )
         return choice.reason
 

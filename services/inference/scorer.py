@@ -7,6 +7,8 @@ Invariants:
 - A sample's bits do not depend on other groups. [test_scorer: bits_do_not_depend_on_the_groups]
 - In the actor's layout and padding, the log-probabilities have the bits of the actor's own forward pass, which runs the
   same code. [test_scorer: are_the_actors_to_the_bit]
+- Under a pace a scoring lasts as long as that of the busiest replica, with the same bits.
+  [test_paced_workers: scoring_lasts]
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tidegate.megatron.gpt_provider import DTYPES, GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks
 from tidegate.model_config import ModelConfig
+from tidegate.runtime.pacer import Pacer
 from tidegate.types import Precision
 
 LogProbs = dict[tuple[int, int], npt.NDArray[np.float32]]
@@ -58,6 +61,7 @@ class MegatronScorer:
     settings: ScorerSettings
     ranks: ParallelRanks
     device: torch.device
+    pacer: Pacer = field(default_factory=Pacer)
     _provider: GptProvider = field(init=False)
     _mesh: Mesh = field(init=False)
     _policy: _Policy | None = field(default=None, init=False)
@@ -122,7 +126,9 @@ class MegatronScorer:
         shares = deal([(row,) for row in range(len(rows))], num_replicas=self.ranks.layout.dp, replica=self.ranks.dp)
         own = [rows[row[0]] if row else (0, ()) for row in shares]
         batches: list[TokenBatch] = [pad(groups[number], batch, self.settings.limits) for number, batch in own]
-        with torch.no_grad():
+        layout = self.ranks.layout
+        num_tokens = max(_num_tokens(groups, rows[replica :: layout.dp]) for replica in range(layout.dp))
+        with self.pacer.step(lambda law: law.scoring_s(num_tokens, layout)), torch.no_grad():
             scored = forward_log_probs(
                 policy.chunks,
                 batches,
@@ -136,3 +142,8 @@ class MegatronScorer:
             for (number, batch), log_probs_BS in zip(own, scored, strict=bool(scored))
             for row, sample in enumerate(batch)
         }
+
+
+def _num_tokens(groups: Sequence[Sequence[Sequence[int]]], rows: Sequence[tuple[int, tuple[int, ...]]]) -> int:
+    """The tokens without padding of some micro-batches: each a group and its sequences."""
+    return sum(len(groups[number][sample]) for number, batch in rows for sample in batch)

@@ -19,6 +19,7 @@ from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.worker_rank import join_world
+from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.v1 import samples_pb2
@@ -59,7 +60,9 @@ class ScorerWorker:
             limits=BatchLimits(max_tokens=job.config.inference.max_tokens_per_microbatch),
             precision=job.config.actor.precision,
         )
-        self._scorer = MegatronScorer(settings, ranks, place.device)
+        self._scorer = MegatronScorer(
+            settings, ranks, place.device, Pacer.of(job.config.cluster, self._channel.clock.count)
+        )
         return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
 
     def _load(self, call: wire.WorkerCall) -> Answer:

@@ -11,14 +11,16 @@ from services.rollout.embedded.start import start_embedded
 from services.rollout.engine import StartedEngine
 from services.rollout.sglang.start import start_sglang
 from tidegate.job import Job
+from tidegate.runtime.pacer import Pacer
 from tidegate.types import GpuId
 
-STARTS: Mapping[str, Callable[[Job, GpuId], StartedEngine]] = {
+STARTS: Mapping[str, Callable[[Job, GpuId, Pacer], StartedEngine]] = {
     "embedded": start_embedded,
-    "sglang": start_sglang,
+    # The config refuses a pace for its servers.
+    "sglang": lambda job, gpu, pacer: start_sglang(job, gpu),
 }
 
 
-def start_engine(job: Job, gpu: GpuId) -> StartedEngine:
+def start_engine(job: Job, gpu: GpuId, pacer: Pacer) -> StartedEngine:
     """An engine that is awake and has no weights yet. Raises EngineFailed."""
-    return STARTS[job.config.rollout.engine](job, gpu)
+    return STARTS[job.config.rollout.engine](job, gpu, pacer)

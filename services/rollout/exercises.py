@@ -116,7 +116,7 @@ class TaskExercises:
 
     def _judge(self, prompt: int, responses: Sequence[Sequence[int]]) -> Judged:
         question = self._prompt_at(prompt)
-        texts = [self._job.tokenizer.decode_response(response) for response in responses]
+        texts = [self._job.response_text(response) for response in responses]
         rewards = tuple(self._task.reward(question, text) for text in texts)
         (name,) = self.reward_names
         return Judged(rewards, tuple({name: reward} for reward in rewards))
@@ -162,7 +162,7 @@ class DataExercises:
     async def judge(self, prompt: int, names: Sequence[str], responses: Sequence[Sequence[int]]) -> Judged:
         question = self._prompts.at(prompt)
         answered = [
-            PromptResponse(name, question, self._job.tokenizer.decode_response(response))
+            PromptResponse(name, question, self._job.response_text(response))
             for name, response in zip(names, responses, strict=True)
         ]
         scores = await asyncio.gather(*(self._judge.score(each) for each in answered))

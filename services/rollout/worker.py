@@ -30,6 +30,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job
 from tidegate.megatron.family import model_parameters
+from tidegate.runtime.pacer import OnCounts, Pacer, uncounted
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import GpuId, SampleId
 from tidegate.v1 import samples_pb2
@@ -49,8 +50,10 @@ _STEP_WAIT_S = 0.01
 class EngineWorker:
     """Handles the calls and makes the steps of one engine on `gpu`."""
 
-    def __init__(self, gpu: GpuId) -> None:
+    def __init__(self, gpu: GpuId, *, on_counts: OnCounts = uncounted) -> None:
+        """`on_counts` takes the counts of steps under a pace."""
         self._gpu = gpu
+        self._on_counts = on_counts
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._call_of: dict[RequestId, int] = {}
@@ -93,7 +96,8 @@ class EngineWorker:
             raise CallRefused("the engine is started already")
         self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
         try:
-            started = start_engine(self._job, self._gpu)
+            pacer = Pacer.of(self._job.config.cluster, self._on_counts)
+            started = start_engine(self._job, self._gpu, pacer)
         except EngineFailed as error:
             # Refuse the call, so that the lead ends the job. Send only the first line: it names the log with the rest.
             raise CallRefused(str(error).partition("\n")[0]) from error
@@ -166,13 +170,15 @@ class EngineWorker:
 
 def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> GenerationRequest:
     # Both have fields of the same names. The request's own sampling overrides the job's.
-    source = request.sampling if request.HasField("sampling") else job.config.algorithm
+    own = request.HasField("sampling")
+    source = request.sampling if own else job.config.algorithm
+    length = None if own else job.drawn_length(decode_sample_id(request.id))
     sampling = SamplingParams(
-        max_new_tokens=source.max_new_tokens,
+        max_new_tokens=length or source.max_new_tokens,
         temperature=source.temperature,
         top_p=source.top_p,
         seed=request.seed,
-        stop_token_ids=job.tokenizer.end_ids,
+        stop_token_ids=() if length else job.tokenizer.end_ids,
     )
     return GenerationRequest(id=identity, prompt_tokens=tuple(request.prompt_tokens), sampling=sampling)
 
@@ -192,7 +198,7 @@ def _sample(generation: Generation) -> samples_pb2.Sample:
 
 def main(channel: WorkerChannel) -> None:
     """The worker's entry, in the forked process."""
-    worker = EngineWorker(GpuId(channel.grant.gpu))
+    worker = EngineWorker(GpuId(channel.grant.gpu), on_counts=channel.clock.count)
     try:
         run_worker(channel, worker, stepper=worker, waits_for="prompts")
     finally:

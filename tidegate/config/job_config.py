@@ -32,6 +32,7 @@ from tidegate.config.checks.job import (
     rollout_faults,
 )
 from tidegate.config.checks.lr import lr_faults
+from tidegate.config.checks.pace import pace_faults
 from tidegate.config.reading.layers import EMPTY_LAYER, Layer
 from tidegate.config.reading.origins import with_origin, with_origins
 from tidegate.config.sections.job import JobSections
@@ -46,7 +47,7 @@ class JobConfig(JobSections):
     def _sections_fit(self) -> JobConfig:
         faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
-        faults += microbatch_faults(self)
+        faults += [*microbatch_faults(self), *pace_faults(self)]
         # These compute with minibatches that divide, so they run only on a config without other faults.
         faults += [] if faults else [*replica_faults(self), *lr_faults(self)]
         if faults:

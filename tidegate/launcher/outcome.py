@@ -2,7 +2,7 @@
 
 Invariants:
 - `summary` has the same keys for every run. [test_outcome: run_without_iterations]
-- Two runs of one seed have the same values, except `wall_s` and `timeline`.
+- Two runs of one seed have the same values, except `wall_s`, `timeline` and `pace`.
   [test_demo: with_one_seed_are_equal]
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
+from tidegate.pace.steps import PacedSteps
 from tidegate.types import Role
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
@@ -46,6 +47,8 @@ class Outcome:
     job: control_pb2.GetJobResponse
     timeline: str = ""
     seconds: Mapping[int, float] = field(default_factory=dict)
+    pace: PacedSteps | None = None
+    """The steps of this start, for a job with `cluster.pace`."""
     stopped_by: signal.Signals | None = None
     """Not in the file: it decides only the launcher's exit code."""
 
@@ -77,6 +80,7 @@ class Outcome:
             "timeline": self.timeline,
             "seed": self.seed,
             "weights_checksum": self.job.final_checksum,
+            "pace": self.pace and self.pace.record(),
         }
 
     def write(self, path: Path) -> None:
@@ -104,6 +108,7 @@ class Outcome:
                 wall_s=record["summary"]["wall_s"],
                 job=ParseDict(record["job"], control_pb2.GetJobResponse()),
                 timeline=record["summary"]["timeline"],
+                pace=PacedSteps.read(pace) if (pace := record["summary"].get("pace")) else None,
                 seconds={int(iteration): seconds for iteration, seconds in record["seconds"].items()},
             )
         except (KeyError, TypeError, ValueError) as error:

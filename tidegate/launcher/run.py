@@ -27,6 +27,7 @@ from typing import Any
 import structlog
 
 from tidegate.attempts import end_attempt
+from tidegate.config.checks.pace import budget_fault
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import lr_summary
 from tidegate.config.sections.job import ServersSection
@@ -51,13 +52,15 @@ from tidegate.launcher.preflight import check_engine, check_servers, check_weigh
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
+from tidegate.pace.steps import PacedSteps, paced_steps
 from tidegate.ports.bus import BusUnavailable, StreamFull
 from tidegate.runtime.cancellation import raise_if_cancelled
+from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
 from tidegate.runtime.service import connect_bus
-from tidegate.timeline import Window, write_trace
+from tidegate.timeline import Window, read_spans, write_trace
 from tidegate.v1 import control_pb2
 
 SOURCE = "launcher"
@@ -110,6 +113,8 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
 
 async def _checked(request: RunRequest) -> Job:
     if fault := moving_fault(request.config.scheduler):
+        raise ConfigError(fault)
+    if fault := budget_fault(request.config.cluster, num_cores=num_cores()):
         raise ConfigError(fault)
     if fault := cuda_fault(request.config.cluster):
         raise CannotStart(fault)
@@ -207,14 +212,16 @@ class _Run:
         window = Window(self._start_ns, end_ns)
         attempt = self._claim.attempt
         write_trace(attempt.timeline, attempt.trace, gpus=self._config.cluster.gpus(), window=window)
+        wall_s = window.wall_ns / 1e9
         outcome = Outcome(
             end=end,
             message=message,
             seed=self._config.seed,
-            wall_s=window.wall_ns / 1e9,
+            wall_s=wall_s,
             job=at_rest(self._status()),
             timeline=str(attempt.trace),
             seconds=self._seconds,
+            pace=_steps_of(attempt.timeline, wall_s=wall_s) if self._config.cluster.pace else None,
             stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,
         )
         outcome.write(self._folder.result)
@@ -293,6 +300,11 @@ class _Run:
                     f"tidegate logs {self._config.job} {ended.name}"
                 )
             self._view.note(f"{ended.name} {_how(ended)}; started again in {ended.restarts_in_s:g} s")
+
+
+def _steps_of(timeline: Path, *, wall_s: float) -> PacedSteps:
+    works = (dict(span.work) for spans in read_spans(timeline).values() for span in spans)
+    return paced_steps(works, wall_s=wall_s)
 
 
 def _how(ended: ServiceEnd) -> str:

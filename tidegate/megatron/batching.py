@@ -148,6 +148,18 @@ class MicroBatchPlan:
         num_batches = sum(map(len, self.shares)) // self.place.num_replicas
         return Filling(num_batches, 1 - sum(self.lengths) / num_positions if num_positions else 0.0)
 
+    def replica_tokens(self) -> list[list[int]]:
+        """The tokens of each micro-batch without padding, by replica."""
+        num_own = len(self.shares) // self.place.num_replicas
+        return [
+            [
+                sum(self.lengths[index] for index in batch)
+                for share in self.shares[replica * num_own : (replica + 1) * num_own]
+                for batch in share
+            ]
+            for replica in range(self.place.num_replicas)
+        ]
+
     def own(self, sequences: Sequence[Sequence[int]]) -> list[TokenBatch]:
         """The micro-batches of this replica, for sequences of these lengths."""
         num_own = len(self.shares) // self.place.num_replicas

@@ -4,6 +4,7 @@ Invariants:
 - Spans are contiguous: each starts where the one before ended, the first where the clock was made. So their lengths add
   up exactly to the time between the first start and the last end. [test_slot_clock: time_without_a_gap]
 - No span is empty. [test_slot_clock: entered_again_stays_one_span]
+- A count is in exactly one span. [test_slot_clock: counts_are_in_the_span]
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class SlotClock:
         self._now_ns = now_ns
         self._state = state
         self._work: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._start_ns = now_ns()
         self._finished: list[SlotSpan] = []
 
@@ -74,6 +76,11 @@ class SlotClock:
         finally:
             self.enter(before, work_before)
 
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counts of the present span. Its work has them, by name."""
+        for name, number in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + number
+
     def take(self, *, num_tokens: int = 0) -> list[SlotSpan]:
         """All spans up to now, each once. The state continues in a new span. The last one ends with `num_tokens`."""
         self._cut({"tokens": num_tokens} if num_tokens else {})
@@ -83,5 +90,6 @@ class SlotClock:
     def _cut(self, done: Mapping[str, int] = MappingProxyType({})) -> None:
         end_ns = self._now_ns()
         if end_ns > self._start_ns:
-            self._finished.append(SlotSpan(self._state, self._start_ns, end_ns, tuple({**self._work, **done}.items())))
-            self._start_ns = end_ns
+            work = {**self._work, **done, **self._counts}
+            self._finished.append(SlotSpan(self._state, self._start_ns, end_ns, tuple(work.items())))
+            self._start_ns, self._counts = end_ns, {}

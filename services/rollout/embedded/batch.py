@@ -92,6 +92,10 @@ class Batch:
     def running(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences.values() if sequence.slot is not None]
 
+    def finished(self) -> list[RequestId]:
+        """The sequences that have their last token."""
+        return [id_ for id_, sequence in self._sequences.items() if sequence.finish_reason() is not None]
+
     def lengths(self) -> dict[RequestId, int]:
         return {id_: len(sequence.tokens) for id_, sequence in self._sequences.items()}
 

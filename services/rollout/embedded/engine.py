@@ -3,6 +3,10 @@
 A step either runs the tokens of newly admitted sequences, or one token of each running sequence. Then it draws a token
 for each. Steps happen only inside `poll`, so a pause, an abort or a weight update is always between two tokens.
 
+Under a pace, a step computes at once and stays open until its modelled end. Its tokens are in the sequences already,
+and no other step begins. A poll waits for the end, as long as it may; the next one goes on with it. What the step
+finished comes out at its end, or with an abort before.
+
 The invariants hold across processes with the same library builds, kind of device and number of torch threads. A
 weight update in place is the exception that the protocol allows, because old keys and values stay.
 
@@ -11,6 +15,8 @@ Invariants:
   [test_embedded_batch_invariance: batches_of_any_size]
 - An abort with a continuation, or a retraction, changes no bit of a response.
   [test_embedded_batch_invariance: leaves_a_trace_in_any_response]
+- A pace changes no bit of a response. [test_paced_engine: bits_of_an_unpaced]
+- No call waits for the end of an open step, except `poll`. [test_paced_engine: answered_while_a_step_is_open]
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from services.rollout.engine import (
 )
 from services.rollout.requests import check_request
 from tidegate.model_config import ModelConfig
+from tidegate.runtime.pacer import PacedStep, Pacer
 
 
 class EmbeddedEngine:
@@ -50,7 +57,9 @@ class EmbeddedEngine:
         max_running_requests: int = 32,
         device: torch.device = CPU,
         clock: Callable[[], float] = time.monotonic,
+        pacer: Pacer | None = None,
     ) -> None:
+        """`clock` is the pacer's clock too."""
         row_counts = probe_row_counts(config, device)
         if not 1 <= max_running_requests <= row_counts.largest:
             raise ValueError(
@@ -62,6 +71,8 @@ class EmbeddedEngine:
         self._decoder = Decoder(config, row_counts, device)
         self._batch = Batch(num_slots=max_running_requests)
         self._clock = clock
+        self._pacer = pacer or Pacer()
+        self._open: PacedStep | None = None
         self._cache: KvCache | None = self._decoder.new_cache(max_running_requests)
         self._weights: DecoderWeights | None = None
         self._paused = False
@@ -82,12 +93,18 @@ class EmbeddedEngine:
     def poll(self, wait_s: float = 0.0) -> tuple[Generation, ...]:
         deadline_s = self._clock() + wait_s
         while len(self._batch) and not self._paused:
-            finished = self._step()
+            if self._open is None:
+                self._open = self._step()
+            if not self._pacer.end(self._open, by_s=deadline_s):
+                return ()
+            self._open = None
+            finished = self._take_finished()
             if finished or self._clock() >= deadline_s:
                 return finished
         return ()
 
     def abort(self, ids: Iterable[RequestId] | None = None) -> tuple[Generation, ...]:
+        self._interrupt()
         return tuple(self._batch.remove(ids))
 
     def load(self) -> EngineLoad:
@@ -104,6 +121,7 @@ class EmbeddedEngine:
 
     def pause(self, mode: PauseMode) -> tuple[Generation, ...]:
         self._paused = True
+        self._interrupt()
         if mode is PauseMode.ABORT:
             return self.abort()
         if mode is PauseMode.RETRACT:
@@ -143,24 +161,36 @@ class EmbeddedEngine:
             raise EngineNotReady("the engine has no weights: update them first")
         return self._weights, self._cache
 
-    def _step(self) -> tuple[Generation, ...]:
+    def _interrupt(self) -> None:
+        """The open step is not counted: the engine may be polled long after its end."""
+        if self._open is not None:
+            self._open.is_counted = False
+
+    def _step(self) -> PacedStep:
+        """Make one token of each sequence that is new, or else of each that runs."""
         weights, cache = self._ready()
         if sequences := self._batch.admit():
             segments = [_segment(sequence) for sequence in sequences]
+            num_tokens = sum(len(segment.tokens) for segment in segments)
+            step = self._pacer.begin(lambda law: law.prefill_s(num_tokens))
             for segment in segments:
                 cache.clear(segment.slot)
             logits_NV = self._decoder.prefill(weights, cache, segments)
         else:
             sequences = self._batch.running()
             segments = [_segment(sequence) for sequence in sequences]
+            num_cached = sum(segment.start for segment in segments)
+            step = self._pacer.begin(lambda law: law.decode_s(num_sequences=len(segments), num_kv_tokens=num_cached))
             logits_NV = self._decoder.decode(weights, cache, segments)
         draws = [Draw(sequence.request.sampling, position=len(sequence.tokens)) for sequence in sequences]
         tokens, log_probs = draw_tokens(logits_NV, draws)
         for sequence, segment, token, log_prob in zip(sequences, segments, tokens, log_probs, strict=True):
             sequence.num_cached += len(segment.tokens)
             sequence.append(token, log_prob=log_prob, version=weights.version)
-        ended = [sequence.request.id for sequence in sequences if sequence.finish_reason() is not None]
-        return tuple(self._batch.remove(ended))
+        return step
+
+    def _take_finished(self) -> tuple[Generation, ...]:
+        return tuple(self._batch.remove(self._batch.finished()))
 
 
 def _segment(sequence: Sequence) -> Segment:

@@ -15,17 +15,18 @@ from services.rollout.engine import EngineFailed, StartedEngine
 from tidegate.job import Job
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
+from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_place import take_slot
 from tidegate.types import GpuId
 
 
-def start_embedded(job: Job, gpu: GpuId) -> StartedEngine:
+def start_embedded(job: Job, gpu: GpuId, pacer: Pacer) -> StartedEngine:
     """Raises EngineFailed where the engine does not fit into the slot's share of its GPU, and as `take_slot`."""
     own_bytes = psutil.Process().memory_info().rss
     place, num_requests = take_slot(job.config.cluster, gpu), job.config.rollout.max_running_requests
     if place.memory_bytes is not None:
         check_room(job.model, max_running_requests=num_requests, memory_bytes=place.memory_bytes)
-    engine = EmbeddedEngine(job.model, max_running_requests=num_requests, device=place.device)
+    engine = EmbeddedEngine(job.model, max_running_requests=num_requests, device=place.device, pacer=pacer)
     return StartedEngine(engine, own_bytes)
 
 

@@ -46,26 +46,26 @@ def beside_the_actor(
         actor.train_minibatch(small_job.recorded_samples(), RATE)
         results |= _by_actor(actor, "actor-1")
         _publish(actor, Path(folder) / "1")
-        context = _elsewhere(context, actor)
+        context = elsewhere(context, actor)
     # A scorer's process has no actor before it, whose Megatron globals stay.
     parallel.stop()
     with world(context, layout) as ranks:
-        scorer = _scorer(ranks, settings)
+        scorer = scorer_of(ranks, settings)
         scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
         scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
         for number, group in enumerate(groups()):
             alone = scorer.policy_log_probs([group])
-            results |= _named("alone", {(number, sample): values for (_, sample), values in alone.items()})
-        results |= _named("together", scorer.policy_log_probs(groups()))
-        results |= _named("reversed", _turned(scorer.policy_log_probs(groups()[::-1])))
-        return results | _named("reference", scorer.reference_log_probs(groups()))
+            results |= named("alone", {(number, sample): values for (_, sample), values in alone.items()})
+        results |= named("together", scorer.policy_log_probs(groups()))
+        results |= named("reversed", _turned(scorer.policy_log_probs(groups()[::-1])))
+        return results | named("reference", scorer.reference_log_probs(groups()))
 
 
 def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) -> Results:
     """A scorer of any layout loads both versions of another layout, then the policy's weights again as the next
     version."""
     with world(context, layout) as ranks:
-        scorer = _scorer(ranks, small_job.trainer_settings())
+        scorer = scorer_of(ranks, small_job.trainer_settings())
         refusal = ""
         try:
             scorer.policy_log_probs(groups())
@@ -74,15 +74,15 @@ def from_snapshot(context: RankContext, *, layout: dict[str, int], folder: str) 
         results: Results = {"refusal": np.array(refusal), "had_reference": np.array(scorer.has_reference)}
         scorer.load(state_files(Path(folder) / "0"), version=0, reference=True)
         scorer.load(state_files(Path(folder) / "1"), version=1, reference=False)
-        results |= _named("policy", scorer.policy_log_probs(groups()))
+        results |= named("policy", scorer.policy_log_probs(groups()))
         scorer.load(state_files(Path(folder) / "0"), version=2, reference=False)
-        results |= _named("policy-again", scorer.policy_log_probs(groups()))
+        results |= named("policy-again", scorer.policy_log_probs(groups()))
         scorer.load(state_files(Path(folder) / "1"), version=3, reference=False)
-        results |= _named("reference", scorer.reference_log_probs(groups()))
+        results |= named("reference", scorer.reference_log_probs(groups()))
         return results | {"version": np.array(scorer.version)}
 
 
-def _scorer(ranks: ParallelRanks, settings: TrainerSettings) -> MegatronScorer:
+def scorer_of(ranks: ParallelRanks, settings: TrainerSettings) -> MegatronScorer:
     assert isinstance(settings.limits, BatchLimits)
     return MegatronScorer(
         ScorerSettings(
@@ -111,7 +111,7 @@ def _publish(actor: MegatronTrainer, folder: Path) -> None:
     actor.elastic.world.barrier(actor.elastic.world.membership.members)
 
 
-def _elsewhere(context: RankContext, actor: MegatronTrainer) -> RankContext:
+def elsewhere(context: RankContext, actor: MegatronTrainer) -> RankContext:
     """The next rendezvous of the ranks, because the store of the actor's world has their socket."""
     server = listening_socket() if context.rank == 0 else None
     mine = str(server.getsockname()[1]).encode() if server else b""
@@ -119,7 +119,7 @@ def _elsewhere(context: RankContext, actor: MegatronTrainer) -> RankContext:
     return replace(context, port=int(said[0]), listen_fd=server.detach() if server else None)
 
 
-def _named(what: str, log_probs: LogProbs) -> Results:
+def named(what: str, log_probs: LogProbs) -> Results:
     return {f"{what}/{group}/{sample}": values for (group, sample), values in log_probs.items()}
 
 

@@ -33,6 +33,7 @@ from tidegate.megatron.batching import ReplicaPlace, replica_batches
 from tidegate.megatron.gpt_provider import InitialWeights
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks, Rendezvous, parallel
+from tidegate.runtime.pacer import Pacer
 from tidegate.types import Layout
 
 
@@ -60,11 +61,12 @@ def trainer(
     store: TCPStore | None = None,
     epoch: int = 1,
     device: torch.device = CPU,
+    pacer: Pacer | None = None,
 ) -> Iterator[MegatronTrainer]:
     """A trainer that is started in this layout on all ranks, from `source` or `weights` if set."""
     members = tuple(range(context.world_size))
     epoch_world = join(context, store or open_store(context), epoch=epoch, members=members, device=device)
-    actor = MegatronTrainer(settings, epoch_world, weights=weights)
+    actor = MegatronTrainer(settings, epoch_world, weights=weights, pacer=pacer)
     if source is None:
         actor.elastic.start(Layout(**layout))
     else:

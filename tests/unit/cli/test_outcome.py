@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
+from tidegate.pace.steps import PacedSteps
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 WANT_KEYS = [
@@ -23,6 +26,7 @@ WANT_KEYS = [
     "timeline",
     "seed",
     "weights_checksum",
+    "pace",
 ]
 
 
@@ -90,6 +94,15 @@ def test_the_result_file_has_the_whole_outcome(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     written = outcome(row(0, 0.25))
     written.write(path)
+    assert Outcome.read(path) == written
+
+
+def test_a_void_run_is_told_in_the_result_file(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    written = replace(outcome(row(0, 0.25)), pace=PacedSteps(num_steps=1000, num_late=11, num_cores=0.5))
+    written.write(path)
+    want = {"num_steps": 1000, "num_late": 11, "num_cores": 0.5, "is_void": True}
+    assert json.loads(path.read_text())["summary"]["pace"] == want
     assert Outcome.read(path) == written
 
 

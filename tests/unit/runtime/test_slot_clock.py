@@ -69,3 +69,19 @@ def test_a_state_entered_again_stays_one_span() -> None:
         hands.now_ns += 10
         clock.enter("starting")
     assert clock.take() == [SlotSpan("starting", 1_000, 1_030)]
+
+
+def test_counts_are_in_the_span_in_which_they_were_made() -> None:
+    hands = Hands()
+    clock = SlotClock(hands)
+    clock.enter("generating", {"iteration": 3})
+    clock.count({"steps": 1})
+    hands.now_ns += 10
+    clock.count({"steps": 2, "late": 1})
+    assert clock.take(num_tokens=7) == [
+        SlotSpan("generating", 1_000, 1_010, (("iteration", 3), ("tokens", 7), ("steps", 3), ("late", 1)))
+    ]
+    clock.count({"steps": 1})
+    assert clock.take() == [], "no time has passed: the count waits for the next span"
+    hands.now_ns += 10
+    assert clock.take() == [SlotSpan("generating", 1_010, 1_020, (("iteration", 3), ("steps", 1)))]

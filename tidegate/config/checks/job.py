@@ -229,6 +229,11 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
             f"cluster.slots_per_gpu={num_sharing}: up to {num_sharing} slots share a device and its memory, and ranks "
             "on one device exchange tensors through host memory: this is for trials, not for speed"
         )
+    if config.rollout.length_law is not None:
+        warnings.append(
+            "rollout.length_law draws the lengths of responses and ignores stop tokens, which is for benchmarks: leave "
+            "it out to train"
+        )
     if idle := _unused_gpus(config):
         warnings.append(
             f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "

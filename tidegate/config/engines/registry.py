@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tidegate.config.base import Positive, Section
 from tidegate.config.engines.embedded import Embedded
 from tidegate.config.engines.kind import EngineKind
+from tidegate.config.engines.length_law import LengthLawSection
 from tidegate.config.engines.sglang import SglangSection
 
 
@@ -22,6 +23,8 @@ class RolloutSection(Section):
     """Processes that compute the rewards of `data`. A built-in task needs none."""
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SglangSection = SglangSection()
+    length_law: LengthLawSection | None = None
+    """For benchmarks only: draws the length of each response. None: a response ends where the model ends it."""
 
 
 KINDS: Mapping[str, Callable[[RolloutSection], EngineKind]] = {
@@ -40,7 +43,8 @@ def kind_of(rollout: RolloutSection) -> EngineKind:
 
 def deciding(rollout: RolloutSection) -> dict[str, Any]:
     """The values of the section on which the samples depend. Keys of other engines are None."""
-    found: dict[str, Any] = {"engine": rollout.engine}
+    law = rollout.length_law
+    found: dict[str, Any] = {"engine": rollout.engine, "length_law": law.model_dump(mode="json") if law else None}
     for engine, keys in DECIDES_SAMPLES.items():
         section = getattr(rollout, engine).model_dump(mode="json")
         found[engine] = {key: section[key] if engine == rollout.engine else None for key in keys}

@@ -18,6 +18,7 @@ from tidegate.config.sections.costs import AssumptionsSection
 from tidegate.config.sections.data import DataSection, RewardSection
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.config.sections.lr import LrScheduleSection
+from tidegate.config.sections.pace import PaceSection
 from tidegate.config.sections.record import SamplesSection, TrackingSection
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.device_slots import DeviceKind
@@ -61,6 +62,8 @@ class ClusterSection(_Section):
     slots_per_gpu: Positive = 1
     """The most slots that share one device. The first slots of a node share its device 0."""
     component_placement: PlacementSection
+    pace: PaceSection | None = None
+    """The speed of a cited GPU for each slot. None: a slot is as fast as its CPU."""
 
     def gpus(self) -> tuple[GpuId, ...]:
         return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
