@@ -7,6 +7,8 @@ Order:
 4. The line of the trainer: fixed seconds plus seconds per token.
 5. The sync: the time of an iteration that the other values do not explain, with messages and checkpoints.
 
+A job on modelled slots (`cluster.pace`) has the law of its pace in place of 2 to 4.
+
 A line is fitted by the method of Theil and Sen: the median of the slopes between points. Medians tolerate the rare
 stall of a busy machine. A run without moves has no reshard, so no fitted value contains reshard time. The bytes of
 reshards follow from the model, and the seconds beside them keep their defaults.
@@ -32,9 +34,12 @@ import numpy as np
 from simulator.happenings import What
 from simulator.lengths import Lengths
 from simulator.model import ModelSection
+from simulator.paced import paced_costs
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
+from tidegate.config.job_config import JobConfig
+from tidegate.config.sections.pace import PaceSection
 from tidegate.recorded import RecordedIteration, RecordedRun
 from tidegate.types import Role
 
@@ -63,7 +68,10 @@ class FittedValue:
 def fitted_values(run: RecordedRun, model: ModelSection | None = None) -> tuple[FittedValue, ...]:
     """The values in the order of a scenario's fields. `model`: the job's model; None: it is unknown."""
     settled = [*_of_job(run), *_of_model(model), *_law(run), *_room(run)]
-    fitted = [*_engine(run, scenario_of(settled)), *_inference(run), *_trainer(run)]
+    if run.config.cluster.pace is not None:
+        fitted = [*_of_pace(run.config, run.config.cluster.pace)]
+    else:
+        fitted = [*_engine(run, scenario_of(settled)), *_inference(run), *_trainer(run)]
     sync = _sync(run, scenario_of([*settled, *fitted]))
     return (*settled, *fitted, sync)
 
@@ -149,6 +157,13 @@ def _room(run: RecordedRun) -> Iterator[FittedValue]:
     yield FittedValue("costs.engine.gpus_per_engine", 1, "")
     yield FittedValue("costs.engine.max_running", run.config.rollout.max_running_requests, "")
     yield FittedValue("costs.engine.kv_capacity_tokens", run.kv_capacity_tokens, "as the engines reported")
+
+
+def _of_pace(config: JobConfig, pace: PaceSection) -> Iterator[FittedValue]:
+    for key, value in paced_costs(pace, num_policies=1 + (config.algorithm.kl_coefficient > 0)).items():
+        yield FittedValue(
+            f"costs.{key}", value if isinstance(value, int) else _rounded(value), "the law of cluster.pace"
+        )
 
 
 def _engine(run: RecordedRun, scenario: Scenario) -> Iterator[FittedValue]:

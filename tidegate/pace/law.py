@@ -19,7 +19,8 @@ Invariants:
 - A step with more work takes no less time. [test_law: more_work_takes_no_less_time]
 - `time_scale` multiplies every kind of step alike. [test_law: time_scale_multiplies_every_kind]
 - An update in portions takes as long as the whole. [test_law: portions_of_an_update]
-- The law meets the figures that its numbers are from. [test_law: meets_the_published]
+- The law meets the figures that its numbers are from. [test_law: meets_the_published_kernel_times]
+  [test_law: meets_the_published_iterations]
 """
 
 from __future__ import annotations

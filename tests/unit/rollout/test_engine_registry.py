@@ -26,4 +26,9 @@ def test_a_section_has_the_kind_that_it_names(name: str, want: type) -> None:
 @pytest.mark.parametrize(("name", "want"), [("embedded", None), ("sglang", "float32")])
 def test_samples_depend_on_the_keys_of_the_named_engine_alone(name: str, want: str | None) -> None:
     rollout = RolloutSection.model_validate({"engine": name, "sglang": {"dtype": "float32"}})
-    assert deciding(rollout) == {"engine": name, "sglang": {"dtype": want}}
+    assert deciding(rollout) == {"engine": name, "length_law": None, "sglang": {"dtype": want}}
+
+
+def test_samples_depend_on_the_law_of_their_lengths() -> None:
+    law = {"median_tokens": 9.0, "sigma_prompt": 1.0, "sigma_group": 0.6, "seed": 2}
+    assert deciding(RolloutSection.model_validate({"length_law": law}))["length_law"] == law
