@@ -179,8 +179,8 @@ class Job:
 
     def drawn_length(self, sample: SampleId) -> int | None:
         """The length of a response by `rollout.length_law`. None: the model ends it."""
-        law = self.config.rollout.length_law
-        return law and drawn_length(law, sample, max_new_tokens=self.config.algorithm.max_new_tokens)
+        law, longest = self.config.rollout.length_law, self.config.algorithm.max_new_tokens
+        return None if law is None else drawn_length(law, sample, max_new_tokens=longest)
 
     def response_text(self, response: Sequence[int]) -> str:
         """The text of a response, which is rewarded. Under a length law it ends at the first stop token."""
