@@ -205,6 +205,7 @@ class Bench(Generic[L, W]):
     make: Callable[[LeadTools], L]
     server: MemoryServer
     store: CellStore
+    patience_s: float = PATIENCE_S
     leads: list[L] = field(default_factory=list)
     numbers: Any = field(default_factory=lambda: itertools.count(1))
 
@@ -214,7 +215,7 @@ class Bench(Generic[L, W]):
 
     def new_lead(self) -> L:
         """Makes a lead, as an election does. The one before goes on until it is closed."""
-        crew = Crew(JOB, self._connect, call_timeout_s=PATIENCE_S, work_timeout_s=2 * PATIENCE_S)
+        crew = Crew(JOB, self._connect, call_timeout_s=self.patience_s, work_timeout_s=2 * self.patience_s)
         boot = len(self.leads) + 1
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
         announcer = Announcer(self.bus.events, source, JOB)
@@ -290,7 +291,7 @@ class Bench(Generic[L, W]):
     async def published(self, body: str, *, count: int = 1) -> list[events_pb2.Event]:
         """The first `count` events with `body`, as they come. A component that failed for good is an error."""
         found: list[events_pb2.Event] = []
-        async with asyncio.timeout(PATIENCE_S), aclosing(self.bus.events.read(JOB, follow=True)) as events:
+        async with asyncio.timeout(self.patience_s), aclosing(self.bus.events.read(JOB, follow=True)) as events:
             async for _, event in events:
                 kind = event.WhichOneof("body")
                 if kind == body:

@@ -70,7 +70,6 @@ class UpdatesSkipped(ArithmeticError):
 
 
 class ActorLead(Lead):
-    can_change = True
     can_migrate = True
 
     def __init__(self, tools: LeadTools) -> None:

@@ -1,66 +1,151 @@
 """The inference's lead: has complete groups scored as they arrive, and publishes them for the actor.
 
-The lead acknowledges a group after its scored form is on the stream. A new lead thus gets every other group again. The
-lead acknowledges groups of an older incarnation unscored, and delays groups of a newer one. It publishes groups that
-the actor will filter as they are, without log-probabilities.
+The lead acknowledges a group after its scored form is on the stream. A new lead thus gets every other group again.
+Each data-parallel copy scores batches of its own (`copies`, `scoring`). Copies come and go beside other commands and
+while an iteration is open: a start of copies and the last batch of those that leave are tasks of their own.
 
 Invariants:
 - A group is scored by the version from which it was drawn. [test_lead: drawn_from_another_version_is_dead_lettered]
 - A group is published whole and once. [test_lead: neither_scored_nor_published_again]
+- A start of copies delays no other command. [test_copies: start_of_a_copy_delays_no_other_command]
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
+from services.inference.copies import Copies, ScoringCopy, Weights, cut_into_copies
 from services.inference.rates import ScoringRate
-from tidegate.candidates import Candidates, has_spread
-from tidegate.codec import decode_grants, decode_sample_id, encode_layout
-from tidegate.ports.bus import SampleConsumer, SampleDelivery, Stage
-from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools, layout_of, redelivery_delay_s, rewards_of
+from services.inference.scoring import Scoring, ScoringRules
+from tidegate.candidates import Candidates
+from tidegate.codec import decode_grants, decode_layout, encode_grants
+from tidegate.ports.bus import SampleConsumer, Stage
+from tidegate.runtime.cancellation import end_task
+from tidegate.runtime.crew import WorkerGone, WorkerUnreachable, together
+from tidegate.runtime.lead import Command, CommandRefused, Lead, LeadTools, layout_of
 from tidegate.runtime.pictures import Pictures
-from tidegate.types import MinibatchOrder, SampleId
-from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
-from tidegate.v1 import workers_pb2 as wire
-
-_MAX_GROUPS_A_CALL = 8
-"""Enough to fill a pipeline. More would delay the first group, for which the actor may be waiting."""
-_FETCH_TIMEOUT_S = 5.0
+from tidegate.types import Grant, MinibatchOrder, Role
+from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 
 
 class InferenceLead(Lead):
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
-        self._version: int | None = None
-        self._is_busy = False
+        self._layout = self.job.config.layout(Role.INFERENCE)
+        self._weights: Weights | None = None
+        """The newest that a command named."""
         self._rate = ScoringRate()
-        self._is_ready = asyncio.Event()
-        """Set while all ranks of the world live and hold a version."""
+        self._copies = Copies(self.crew)
+        self._starts: dict[asyncio.Task[None], tuple[Grant, ...]] = {}
+        self._departures: set[asyncio.Task[None]] = set()
+
+    def check(self, command: Command) -> None:
+        super().check(command)
+        if isinstance(command, commands_pb2.ScaleUpRequest) and not _is_of_whole_copies(command):
+            raise CommandRefused(
+                f"command {command.header.id}: the {len(command.grants)} GPUs that come are not whole copies of layout "
+                f"{layout_of(command)}, which are consecutive members; name all GPUs of each copy"
+            )
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        for task in (*self._starts, *self._departures):
+            await end_task(task)
+        await self._copies.aclose()
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
-        grants, members = decode_grants(request.grants), decode_grants(request.members)
-        await self.crew.start(grants, transition=request.header.transition_id)
-        timeout_s = self.job.config.runtime.collective_timeout_s
-        seats = await self.crew.rendezvous(members, timeout_s=timeout_s)
-        layout = encode_layout(layout_of(request))
-        await self.crew.ask_all(
-            {
-                grant: wire.WorkerCall(
-                    start_scorer=wire.StartScorer(rendezvous=seat, layout=layout, config_json=request.config_json)
-                )
-                for grant, seat in zip(members, seats, strict=True)
-            }
-        )
+        """Begins the start of the copies that come."""
+        self._layout = layout_of(request)
+        self._meet(request.header.members)
         if request.HasField("weights"):
-            await self._load(request.weights, request.reference if request.HasField("reference") else None)
-        await self.announce_layout(request)
+            self._note(request.weights, request.reference if request.HasField("reference") else None)
+        grants = decode_grants(request.grants)
+        await self._end_starts(grants)
+        start = asyncio.create_task(self._start(request), name=f"start {request.header.id}")
+        self._starts[start] = grants
+        start.add_done_callback(self._starts.pop)
+
+    async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
+        try:
+            coming = set(decode_grants(request.grants))
+            cuts = cut_into_copies(decode_grants(request.members), layout_of(request))
+            copies = [ScoringCopy(grants) for grants in cuts if coming.issuperset(grants)]
+            await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
+            await together(self._form(copy, request) for copy in copies)
+            # Another version may be named meanwhile.
+            while self._weights is not None and any(copy.held is not self._weights for copy in copies):
+                weights = self._weights
+                await together(self._copies.load(copy, weights) for copy in copies if copy.held is not weights)
+            self._copies.add(copies)
+            await self.announce_layout(request)
+        except Exception as error:  # noqa: BLE001 - the edge: every error of a start becomes a Failed event
+            await self.fail(f"ScaleUp {request.header.id}", error, grants=request.grants)
+
+    async def _form(self, copy: ScoringCopy, request: commands_pb2.ScaleUpRequest) -> None:
+        await self._copies.form(
+            copy,
+            layout=layout_of(request),
+            config_json=request.config_json,
+            timeout_s=self.job.config.runtime.collective_timeout_s,
+        )
+
+    async def _end_starts(self, grants: Iterable[Grant]) -> None:
+        """Ends the starts on these GPUs, also those under older grants. Copies that work are announced all the same."""
+        gpus = {grant.gpu for grant in grants}
+        for start, coming in list(self._starts.items()):
+            if gpus.intersection(grant.gpu for grant in coming) and not self._copies.having(coming):
+                await end_task(start)
+
+    async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
+        """Copies that leave in a transition end their batch first. Without one, their ranks are dead or lost."""
+        grants = decode_grants(request.grants)
+        await self._end_starts(grants)
+        leaving = self._copies.having(grants)
+        if leaving and request.header.transition_id:
+            for copy in leaving:
+                copy.is_leaving = True
+            departure = asyncio.create_task(self._depart(request, leaving), name=f"leave {request.header.id}")
+            self._departures.add(departure)
+            departure.add_done_callback(self._departures.discard)
+            return
+        for copy in leaving:
+            self._copies.remove(copy)
+        await super().scale_down(request)
+
+    async def _depart(self, request: commands_pb2.ScaleDownRequest, leaving: Sequence[ScoringCopy]) -> None:
+        await self._copies.until_done(leaving, timeout_s=self.job.config.runtime.command_deadline_s)
+        for copy in leaving:
+            self._copies.remove(copy)
+        try:
+            await super().scale_down(request)
+        except Exception as error:  # noqa: BLE001 - the edge: every error of a command becomes a Failed event
+            await self._report_failure(request, error)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
-        await self._load(request.weights, request.reference if request.HasField("reference") else None)
+        self._meet(request.header.members)
+        self._note(request.weights, request.reference if request.HasField("reference") else None)
+        assert self._weights is not None, "a LoadWeights names weights"
+        lost = await self._copies.load_on_all(self._weights)
+        for error in lost:
+            await self.report_unreachable(error)
+        if lost and not self._copies.all:
+            raise WorkerGone(str(lost[0]))
         await self.publish(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+
+    def _meet(self, members: Sequence[types_pb2.Grant]) -> None:
+        """Forms the copies that an earlier lead left: those whose ranks all live. `members` are in rank order."""
+        known = {grant for copy in self._copies.all for grant in copy.grants}
+        coming = {grant for grants in self._starts.values() for grant in grants}
+        living = {*self.crew.members} - known - coming
+        cuts = cut_into_copies(decode_grants(members), self._layout)
+        self._copies.add(ScoringCopy(grants) for grants in cuts if living.issuperset(grants))
+
+    def _note(self, policy: types_pb2.Snapshot, reference: types_pb2.Snapshot | None) -> None:
+        named = Weights(policy, reference)
+        if self._weights is None or named.order >= self._weights.order:
+            self._weights = named
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         samples, job = self.tools.samples, self.tools.job_id
@@ -68,22 +153,26 @@ class InferenceLead(Lead):
             job, Stage.GENERATED, "inference", on_dead_letter=self.tools.announcer.publish_dead_letter
         )
         candidates = await self.candidates(Stage.SCORED, plan)
-        pictures = Pictures(partial(self._paint, plan, candidates), self.publish, self.pace)
-        async with pictures.updates():
-            await self._score_all(consumer, candidates)
+        config = self.job.config
+        scoring = Scoring(
+            plan=plan,
+            incarnation=self.incarnation,
+            candidates=candidates,
+            samples=samples,
+            consumer=consumer,
+            copies=self._copies,
+            rate=self._rate,
+            rules=ScoringRules(
+                is_filtered=config.algorithm.filter_zero_std,
+                max_deaths=config.runtime.max_deliveries,
+                ack_wait_s=config.runtime.ack_wait_s,
+            ),
+            lost=self._report_lost,
+            note_progress=partial(self._report_scored, consumer, candidates),
+        )
+        async with Pictures(partial(self._paint, plan, candidates), self.publish, self.pace).updates():
+            await scoring.run()
         await self.publish(events_pb2.IterationReported())
-
-    async def _score_all(self, consumer: SampleConsumer, candidates: Candidates) -> None:
-        while not candidates.is_complete:
-            await self._is_ready.wait()
-            deliveries = await consumer.fetch(_MAX_GROUPS_A_CALL, timeout_s=_FETCH_TIMEOUT_S)
-            accepted = {
-                delivery.group.prompt: delivery for delivery in deliveries if await self._accepts(delivery, candidates)
-            }
-            if accepted and await self._score(list(accepted.values())):
-                for prompt, delivery in accepted.items():
-                    candidates.add(prompt, has_spread=has_spread(rewards_of(delivery.group)))
-                await self._publish_state(consumer, candidates)
 
     async def _paint(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> events_pb2.Inferring:
         """The picture, with groups in the actor's order: the order of prompts in fixed order, else that of arrival."""
@@ -91,91 +180,27 @@ class InferenceLead(Lead):
         prompts = sorted(candidates.seen) if is_fixed else candidates.seen
         return events_pb2.Inferring(
             ready=[prompt - plan.first_prompt for prompt in prompts],
-            is_busy=self._is_busy,
+            is_busy=self._copies.is_busy,
             rate_tokens_per_s_per_gpu=self._rate.tokens_per_s_per_gpu(),
         )
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
-        if self._version is not None:
-            await self.crew.drop_snapshots(before_version=self._version, keep=self.versions_to_keep)
+        if self._weights is not None:
+            held = [copy.version for copy in self._copies.all if copy.version is not None]
+            before = min([self._weights.policy.version, *held])
+            await self.crew.drop_snapshots(before_version=before, keep=self.versions_to_keep)
 
-    async def _load(self, weights: types_pb2.Snapshot, reference: types_pb2.Snapshot | None) -> None:
-        if reference is not None:
-            await self.crew.load(reference, self.crew.members, reference=True)
-        await self.crew.load(weights, self.crew.members)
-        self._version = weights.version
-        self._is_ready.set()
+    async def _report_lost(self, copy: ScoringCopy, error: Exception) -> None:
+        """A death is its instance's to report. Of a copy that is late, or refuses its batch, only the lead knows."""
+        if isinstance(error, WorkerUnreachable) or not isinstance(error, WorkerGone):
+            await self.fail(f"the copy on {copy}", error, grants=encode_grants(copy.grants))
 
-    async def _accepts(self, delivery: SampleDelivery, candidates: Candidates) -> bool:
-        """Whether to score a group. Settles any other: acks an old or repeated one, delays an early one."""
-        group = delivery.group
-        now = (self.incarnation, self.iteration)
-        if (group.incarnation, group.iteration) > now:
-            await delivery.nak(delay_s=redelivery_delay_s(delivery.num_deliveries))
-        elif (group.incarnation, group.iteration) < now or group.prompt in candidates.seen:
-            await delivery.ack()
-        elif group.prompt not in candidates.possible:
-            await delivery.dead_letter(
-                f"prompt {group.prompt} is not of iteration {group.iteration}, which takes "
-                f"{candidates.possible[0]}-{candidates.possible[-1]}"
-            )
-        elif group.version != self._version:
-            await delivery.dead_letter(
-                f"prompt {group.prompt} of iteration {group.iteration} was drawn from version {group.version}, "
-                f"but its iteration is of version {self._version}"
-            )
-        else:
-            return True
-        return False
-
-    async def _score(self, deliveries: Sequence[SampleDelivery]) -> bool:
-        """Score and publish groups. False when a rank was lost: the groups wait until all ranks live again."""
-        is_filtered = self.job.config.algorithm.filter_zero_std
-        groups = [each.group for each in deliveries if not is_filtered or has_spread(rewards_of(each.group))]
-        call = wire.WorkerCall(score=wire.Score(groups=groups))
-        self._is_busy = True
-        try:
-            replies = await self._ask_all(call) if groups else []
-        except WorkerGone as error:
-            self._log.warning("rank lost", error=str(error))
-            self._is_ready.clear()
-            await self.report_unreachable(error)
-            await asyncio.gather(*(delivery.nak() for delivery in deliveries))
-            return False
-        finally:
-            self._is_busy = False
-        scored = {
-            decode_sample_id(sample.id): sample
-            for reply in replies
-            for group in reply.scored.groups
-            for sample in group.samples
-        }
-        for delivery in deliveries:
-            await self.tools.samples.publish(Stage.SCORED, _with_log_probs(delivery.group, scored))
-            await delivery.ack()
-        return True
-
-    async def _ask_all(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
-        members, clock = self.crew.members, asyncio.get_running_loop()
-        started_s = clock.time()
-        replies = await self.crew.ask_all(dict.fromkeys(members, call))
-        num_tokens = sum(len(sample.response_tokens) for group in call.score.groups for sample in group.samples)
-        self._rate.note(num_tokens=num_tokens, num_gpus=len(members), seconds=clock.time() - started_s)
-        return replies
-
-    async def _publish_state(self, consumer: SampleConsumer, candidates: Candidates) -> None:
+    async def _report_scored(self, consumer: SampleConsumer, candidates: Candidates) -> None:
         await self.report_progress("score", len(candidates.seen), len(candidates.prompts))
         await self.publish(events_pb2.Backlog(queue=Stage.GENERATED, num_messages=await consumer.num_waiting()))
 
 
-def _with_log_probs(
-    group: samples_pb2.SampleGroup, scored: dict[SampleId, samples_pb2.Sample]
-) -> samples_pb2.SampleGroup:
-    """The group with its log-probabilities. A group that was not scored gets none."""
-    complete = samples_pb2.SampleGroup()
-    complete.CopyFrom(group)
-    for sample in complete.samples:
-        answer = scored.get(decode_sample_id(sample.id), samples_pb2.Sample())
-        sample.old_log_probs.extend(answer.old_log_probs)
-        sample.reference_log_probs.extend(answer.reference_log_probs)
-    return complete
+def _is_of_whole_copies(request: commands_pb2.ScaleUpRequest) -> bool:
+    coming = set(decode_grants(request.grants))
+    cuts = cut_into_copies(decode_grants(request.members), decode_layout(request.layout))
+    return coming == {grant for grants in cuts if coming.issuperset(grants) for grant in grants}

@@ -44,7 +44,6 @@ The next request thus starts without a round trip."""
 
 
 class RolloutLead(Lead):
-    can_change = True
     can_evaluate = True
 
     def __init__(self, tools: LeadTools) -> None:

@@ -91,8 +91,6 @@ class Lead(ABC):
 
     can_migrate = False
     """Whether the component can move to other GPUs while it works."""
-    can_change = False
-    """Whether it can get or give up some GPUs while it works on others."""
     can_evaluate = False
     """Whether it can generate responses for an evaluation."""
 
@@ -123,10 +121,6 @@ class Lead(ABC):
         header = command.header
         if isinstance(command, commands_pb2.MigrateRequest) and not self.can_migrate:
             raise CommandRefused(f"command {header.id}: only an actor moves while it works; start and stop the others")
-        if not self.can_change and _is_change(command):
-            raise CommandRefused(
-                f"command {header.id}: an inference cannot get or give up a part of its GPUs yet; stop it and start it"
-            )
         if isinstance(command, commands_pb2.EvaluateRequest) and not self.can_evaluate:
             raise CommandRefused(f"command {header.id}: only a rollout evaluates; send it to that")
         if header.incarnation < self.incarnation:
@@ -411,17 +405,6 @@ class Lead(ABC):
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
             await self.fail(f"{what}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
-
-
-def _is_change(command: Command) -> bool:
-    """Whether the command changes a component that has other GPUs. The cleaning up after a death has no transition."""
-    match command:
-        case commands_pb2.ScaleUpRequest():
-            return len(command.members) > len(command.grants)
-        case commands_pb2.ScaleDownRequest():
-            return bool(command.members) and bool(command.header.transition_id)
-        case _:
-            return False
 
 
 def candidates_of(plan: types_pb2.IterationPlan) -> Candidates:

@@ -42,10 +42,10 @@ def beside_the_actor(
     settings = small_job.trainer_settings(precision=precision, experts=experts)
     with trainer(context, layout, settings) as actor:
         results = _by_actor(actor, "actor-0")
-        _publish(actor, Path(folder) / "0")
+        publish(actor, Path(folder) / "0")
         actor.train_minibatch(small_job.recorded_samples(), RATE)
         results |= _by_actor(actor, "actor-1")
-        _publish(actor, Path(folder) / "1")
+        publish(actor, Path(folder) / "1")
         context = elsewhere(context, actor)
     # A scorer's process has no actor before it, whose Megatron globals stay.
     parallel.stop()
@@ -106,7 +106,7 @@ def _by_actor(actor: MegatronTrainer, what: str) -> Results:
     }
 
 
-def _publish(actor: MegatronTrainer, folder: Path) -> None:
+def publish(actor: MegatronTrainer, folder: Path) -> None:
     checkpoints.save_weights(actor.elastic, folder, f"rank{actor.elastic.world.me}")
     actor.elastic.world.barrier(actor.elastic.world.membership.members)
 

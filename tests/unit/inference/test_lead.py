@@ -1,4 +1,7 @@
-"""The inference's lead over fake ranks scores each group once, by its own version, despite losses and repeats."""
+"""The inference's lead over fake ranks scores each group once, by its own version, despite losses and repeats.
+
+By default it has two copies of one rank each, on FIRST and SECOND. With `ONE_COPY` they are the ranks of one copy.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,28 @@ from services.scheduler.shell.codecs.observed_codec import inferring_of
 from services.scheduler.state.observed import Inferring
 from tests.component_bench import ACK_WAIT_S, JOB, NODES, Bench, Changes, bench, loaded, replied, snapshot
 from tests.watched_samples import WatchedSamples, generated_group
+from tidegate.codec import encode_grants, encode_layout
 from tidegate.job import Job
 from tidegate.ports.bus import Stage
-from tidegate.types import Grant, Role
+from tidegate.types import Grant, Layout, Role
 from tidegate.v1 import commands_pb2, samples_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 FIRST, SECOND = "n0/3", "n1/3"
 REFERENCE_IS_AT = -100.0
 PLENTY = 1_000_000
+ONE_COPY: dict[str, Any] = {"inference": {"layout": {"tp": 2, "dp": 1}}}
 
 
 class FakeRank:
-    """Scores its part of the samples, one call per permit: -(version + 1) per token, and -100 for the reference."""
+    """Scores its part of the samples, one call per permit: -(version + 1) per token, and -100 for the reference.
 
-    def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore) -> None:
+    It joins its world once `may_start` is set.
+    """
+
+    def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore, may_start: asyncio.Event) -> None:
         self.grant = grant
+        self._may_start = may_start
         self.scored: list[tuple[int, ...]] = []
         self.num_asked = 0
         self.loads: list[tuple[int, bool]] = []
@@ -45,6 +54,8 @@ class FakeRank:
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         match call.WhichOneof("body"):
             case "start_scorer":
+                self._changes.notify()
+                await self._may_start.wait()
                 seat = call.start_scorer.rendezvous
                 self._rank, self._world_size = seat.rank, seat.world_size
                 yield replied(call, wire.Started())
@@ -80,6 +91,8 @@ class Scoring:
     def __init__(self, *, num_permits: int) -> None:
         self.ranks: dict[str, FakeRank] = {}
         self.permits = {gpu: asyncio.Semaphore(num_permits) for gpu in (FIRST, SECOND)}
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.bench: Bench[InferenceLead, FakeRank]
 
     @property
@@ -88,13 +101,13 @@ class Scoring:
         return self.bench.samples
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:
-        self.ranks[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu])
+        self.ranks[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu], self.may_start)
         return self.ranks[grant.gpu]
 
-    def permit(self, count: int = 100) -> None:
-        for permits in self.permits.values():
+    def permit(self, *gpus: str, count: int = 100) -> None:
+        for gpu in gpus or self.permits:
             for _ in range(count):
-                permits.release()
+                self.permits[gpu].release()
 
     def new_lead(self, *commands: Any) -> InferenceLead:
         lead = self.bench.new_lead()
@@ -103,8 +116,44 @@ class Scoring:
         return lead
 
     def load(self, version: int, *, incarnation: int = 1) -> commands_pb2.LoadWeightsRequest:
+        """For all members, as a scheduler names them."""
         header = self.bench.header(incarnation=incarnation)
+        header.members.extend(encode_grants(self.bench.grants()))
         return commands_pb2.LoadWeightsRequest(header=header, weights=snapshot(version, incarnation=incarnation))
+
+    def leave(self, *gpus: str, transition: str = "shrink") -> commands_pb2.ScaleDownRequest:
+        """The GPUs leave, and the others stay."""
+        grants = self.bench.grants()
+        stay = [grant for grant in grants if grant.gpu not in gpus]
+        return commands_pb2.ScaleDownRequest(
+            header=self.bench.header(transition=transition),
+            grants=encode_grants([grant for grant in grants if grant.gpu in gpus]),
+            members=encode_grants(stay),
+            layout=encode_layout(Layout(dp=max(1, len(stay)))),
+        )
+
+    def come(self, gpu: str, *, term: int = 1, **fields: Any) -> commands_pb2.ScaleUpRequest:
+        """A copy on the GPU comes to those that work."""
+        (coming,) = [grant for grant in self.bench.grants(term=term) if grant.gpu == gpu]
+        others = [grant for grant in self.bench.grants() if grant.gpu != gpu]
+        return self.bench.scale_up([coming], members=sorted([*others, coming]), **fields)
+
+    @property
+    def batches(self) -> dict[str, list[tuple[int, ...]]]:
+        """The prompts of each call that was answered, by GPU."""
+        return {gpu: rank.scored for gpu, rank in self.ranks.items()}
+
+    def scored(self) -> list[int]:
+        return sorted(prompt for batches in self.batches.values() for batch in batches for prompt in batch)
+
+    async def until_asked(self, **num_calls: int) -> None:
+        """Waits until the first and the second rank have got so many calls."""
+        gpus = {"first": FIRST, "second": SECOND}
+        await self.bench.changes.until(
+            lambda: all(
+                gpus[name] in self.ranks and self.ranks[gpus[name]].num_asked >= num for name, num in num_calls.items()
+            )
+        )
 
     async def generated(self, prompts: Sequence[int], **fields: Any) -> None:
         for prompt in prompts:
@@ -135,8 +184,8 @@ async def scoring(tmp_path: Path, *, num_permits: int = PLENTY, **sections: Any)
         yield made
 
 
-async def test_groups_are_scored_by_all_ranks_together_and_published_whole(tmp_path: Path) -> None:
-    async with scoring(tmp_path) as of:
+async def test_groups_are_scored_by_all_ranks_of_a_copy_together_and_published_whole(tmp_path: Path) -> None:
+    async with scoring(tmp_path, **ONE_COPY) as of:
         await of.generated(range(4))
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         await of.bench.published("iteration_reported")
@@ -248,7 +297,7 @@ async def test_groups_that_the_actor_filters_are_published_without_log_probabili
         await of.generated([0, 2])
         of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         await of.bench.published("iteration_reported")
-        assert sorted(prompt for prompts in of.ranks[FIRST].scored for prompt in prompts) == [0, 2]
+        assert of.scored() == [0, 2]
         on_stream = {group.prompt: group for group in await of.on_stream()}
         assert [on_stream[prompt] for prompt in (1, 3)] == [
             generated_group(prompt, rewards=(0.5, 0.5)) for prompt in (1, 3)
@@ -269,7 +318,7 @@ async def test_a_new_lead_learns_from_the_stream_which_groups_are_missing(tmp_pa
         assert "iteration_reported" not in await of.bench.kinds()
         await of.generated([4])
         await of.bench.published("iteration_reported")
-        assert of.watch.prompts("publish scored") == [0, 1, 2, 3, 4]
+        assert sorted(of.watch.prompts("publish scored")) == [0, 1, 2, 3, 4]
 
 
 async def test_groups_of_older_incarnations_and_iterations_are_acknowledged_unscored(tmp_path: Path) -> None:
@@ -302,18 +351,17 @@ async def test_groups_of_a_newer_incarnation_wait_until_it_begins(tmp_path: Path
 
 
 async def test_the_groups_of_a_lost_rank_are_scored_after_the_next_scale_up(tmp_path: Path) -> None:
-    async with scoring(tmp_path, num_permits=0) as of:
+    async with scoring(tmp_path, num_permits=0, **ONE_COPY) as of:
         await of.generated(range(4))
         lead = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
-        await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.values()] == [1, 1])
+        await of.until_asked(first=1, second=1)
         of.bench.instances[NODES[1]].kill(SECOND)
-        await of.bench.changes.until(lambda: len(of.watch.prompts("nak")) == 4)
-        assert "failed" not in await of.bench.kinds(), "its instance tells the death"
         of.permit()
         lead.take(of.bench.scale_up(of.bench.grants(term=2), weights=snapshot(0)))
         await of.bench.published("iteration_reported")
-        assert [group.prompt for group in await of.on_stream()] == [0, 1, 2, 3]
-        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
+        assert "failed" not in await of.bench.kinds(), "its instance tells the death"
+        assert sorted(group.prompt for group in await of.on_stream()) == [0, 1, 2, 3]
+        assert of.watch.prompts("fetch") == [0, 1, 2, 3], "the lead keeps the groups of a copy that died"
 
 
 async def test_the_lead_reports_a_rank_whose_node_gives_no_answer(tmp_path: Path) -> None:
@@ -342,17 +390,17 @@ async def test_a_group_delivered_again_after_it_was_scored_is_neither_scored_nor
         await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0, 0])
         await of.generated([1, 2, 3])
         await of.bench.published("iteration_reported")
-        assert of.watch.prompts("publish scored") == [0, 1, 2, 3]
-        assert [prompt for call in of.ranks[FIRST].scored for prompt in call] == [0, 1, 2, 3]
+        assert of.watch.prompts("publish scored").count(0) == 1
+        assert of.scored() == [0, 1, 2, 3]
 
 
 async def test_a_new_lead_scores_the_groups_that_the_old_one_had_not_finished_and_none_twice(tmp_path: Path) -> None:
-    async with scoring(tmp_path, num_permits=1) as of:
+    async with scoring(tmp_path, num_permits=1, **ONE_COPY) as of:
         await of.generated([0])
         old = of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
         await of.bench.changes.until(lambda: of.watch.prompts("ack") == [0])
         await of.generated([1, 2, 3])
-        await of.bench.changes.until(lambda: [rank.num_asked for rank in of.ranks.values()] == [2, 2])
+        await of.until_asked(first=2, second=2)
         await old.aclose()
         of.permit()
         of.new_lead(of.load(0), of.bench.open_iteration())
