@@ -1,7 +1,7 @@
 """Deaths: a component goes on with less, starts its world again, or the job takes a new incarnation.
 
-- Rollout: an engine lives and dies whole. The others go on. The component is down only when none is left.
-- Inference: it is one world of ranks. Losing one rank loses all, and they start again under the same lead.
+- Rollout and inference: an engine or a copy lives and dies whole. The others go on. The component is down only when
+  none is left; then it starts again under the same lead.
 - Actor: it is one world that holds the training state. From the first iteration on, a rank's death leaves it impaired:
   its other ranks keep the state, and the lead's work (an update, a save, a publish) waits. `layout_changes` brings the
   rank back in the same incarnation. An iteration allows MAX_DEATHS deaths. Any other loss, or a failure of that,
@@ -16,6 +16,7 @@ as lost, has the node's gate asked, and takes the GPU back when nobody holds it.
 
 Invariants:
 - The death of an engine leaves the others at work. [test_losses: a_rollout_engine_that_dies]
+- The death of a rank of the inference costs its copy and no other. [test_losses: copy_of_the_inference_that_loses]
 - The death of an actor's rank in an iteration costs no incarnation. [test_losses: dies_in_an_iteration_is_replaced]
 - An iteration outlives MAX_DEATHS deaths and no more. [test_losses: an_iteration_outlives_max_deaths]
 - A job restarts its actor at most `max_actor_restarts` times. [test_losses: dies_more_often_than_allowed]
@@ -60,28 +61,27 @@ def lose(
     if transition is not None and transition.id not in component.broken and _breaks(state, role, transition, dead):
         component = replace(component, broken=(*component.broken, transition.id), last_failure=why)
         state = state.with_component(role, component)
-    if role is Role.ROLLOUT and state.phase not in OVER:
+    if role is not Role.ACTOR and state.phase not in OVER:
         left = whole(component, dead)
     else:
         left = tuple(grant for grant in component.grants if grant not in dead)
     if len(left) == len(component.grants):
         return state
-    if state.phase in OVER or (role is Role.ROLLOUT and left):
-        return state.with_component(role, component.with_grants(left))
-    if role is Role.ACTOR:
+    if role is Role.ACTOR and state.phase not in OVER:
         return restart_actor(state, why=why)
-    return state.with_component(role, component.with_grants(()))
+    return state.with_component(role, component.with_grants(left))
 
 
 def _breaks(state: ClusterState, role: Role, transition: Transition, dead: set[Grant]) -> bool:
-    """Whether the transition cannot succeed any more: a rank that was to come died, or the world that was to change,
-    or all the rollout's engines that were to stay."""
-    had = set(state.components[role].grants)
-    is_to_work = transition.part(role).kind.works_after
-    if dead & set(_coming(state, role)) or (is_to_work and role is Role.INFERENCE and dead & had):
+    """Whether the transition cannot succeed any more: a rank that was to come died, or all engines or copies that were
+    to stay."""
+    component = state.components[role]
+    if dead & set(_coming(state, role)):
         return True
+    if role is Role.ACTOR or not transition.part(role).kind.works_after or not dead.intersection(component.grants):
+        return False
     leaving, coming = state.moving(role, transition)
-    return is_to_work and role is Role.ROLLOUT and bool(dead & had) and not had - dead - set(leaving) and not coming
+    return not set(whole(component, dead)) - set(leaving) and not coming
 
 
 def waits_for_ranks(state: ClusterState) -> bool:

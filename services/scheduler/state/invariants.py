@@ -16,6 +16,7 @@ from services.scheduler.state.absent import lasts
 from services.scheduler.state.cluster_state import OVER, TERMINAL, ClusterState, Phase
 from services.scheduler.state.components import Working
 from services.scheduler.state.course import Summary, accounting_fault
+from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
 from tidegate.types import GpuId, Role, node_of
@@ -99,13 +100,19 @@ def _layouts_have_their_ranks(state: ClusterState) -> Iterator[Violation]:
         at_work = state.components[role].state
         if not isinstance(at_work, Working):
             continue
-        num_grants, num_ranks = len(at_work.grants), at_work.placed.layout.num_ranks
-        # The rollout's engines work one by one, an actor waits for its dead ranks, and a component that stops lets go
-        # of its GPUs one by one.
-        may_lack = role is Role.ROLLOUT or state.phase in OVER
-        lacks = num_grants + at_work.num_deaths < num_ranks and not may_lack
+        layout = at_work.placed.layout
+        num_grants, num_ranks = len(at_work.grants), layout.num_ranks
+        # Engines and copies work one by one, an actor waits for its dead ranks, and a component that stops lets go of
+        # its GPUs one by one.
+        match role:
+            case _ if state.phase in OVER or role is Role.ROLLOUT:
+                lacks = False
+            case Role.INFERENCE:
+                lacks = num_grants % replica_size(layout) > 0
+            case _:
+                lacks = num_grants + at_work.num_deaths < num_ranks
         if num_grants > num_ranks or lacks:
-            detail = f"the {role} has {num_grants} grants for layout {at_work.placed.layout} of {num_ranks} ranks"
+            detail = f"the {role} has {num_grants} grants for layout {layout} of {num_ranks} ranks"
             yield Violation("a layout's ranks are its grants", detail)
 
 

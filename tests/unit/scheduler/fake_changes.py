@@ -1,7 +1,7 @@
 """Changes of GPUs in a fake cluster.
 
 - A resize of the actor, which the commit in the store decides.
-- Engines that leave the rollout, and an inference that shrinks.
+- Engines that leave the rollout, and copies that leave the inference.
 - An actor that is suspended and resumed.
 """
 
@@ -38,7 +38,7 @@ class FakeChanges(FakeMembers):
             self._go_on_resizing(lead, lead.resize)
             return True
         if lead.resize is not None:
-            self._go_on_shrinking(role, lead, lead.resize)
+            self._go_on_shrinking(lead, lead.resize)
             return True
         return False
 
@@ -90,12 +90,11 @@ class FakeChanges(FakeMembers):
             return str(refused), False
         return None
 
-    def _go_on_shrinking(self, role: Role, lead: FakeLead, resize: Change) -> None:
-        """Sequences of the rollout's engines go on elsewhere, and an inference makes a smaller world."""
+    def _go_on_shrinking(self, lead: FakeLead, resize: Change) -> None:
+        """Sequences of the rollout's engines go on elsewhere, and copies of the inference end their batches."""
         said: dict[str, Any] = {"incarnation": lead.incarnation, "transition": resize.transition}
         lead.resize = None
-        is_broken = role is Role.INFERENCE and not all(map(self._is_at_work, (*resize.members, *resize.leaving)))
-        if self._fails_to_prepare() or is_broken:
+        if self._fails_to_prepare():
             self.voice.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
             return
         lead.members = resize.members

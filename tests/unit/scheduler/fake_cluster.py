@@ -18,6 +18,7 @@ from typing import Any
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
+from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate, IterationPlan, Snapshot
 from simulator.changes import change_of
 from simulator.store import REFUSED
@@ -251,8 +252,10 @@ class FakeCluster(FakeChanges):
         return True
 
     def _can_work(self, role: Role, lead: FakeLead) -> bool:
+        """An engine or a whole copy is enough, but for an actor, which needs all its ranks."""
         works = [self._is_at_work(each) for each in lead.members]
-        return any(works) if role is Role.ROLLOUT else all(works) and bool(works)
+        size = len(works) if role is Role.ACTOR else replica_size(self.job_spec.placement[role].layout)
+        return any(all(works[start : start + size]) for start in range(0, len(works), size or 1))
 
     def _report(self, role: Role, lead: FakeLead) -> None:
         plan = lead.plan

@@ -15,8 +15,8 @@ A component gets lost GPUs back in these steps:
 3. The component's lead stops a worker that still holds one.
 4. A GPU that nobody holds is reclaimed.
 5. A new start takes it again.
-A world of ranks that lost one rank takes these steps with all its GPUs. The rollout, and an actor past its start, take
-them with the lost GPUs alone.
+A start of a component takes these steps with all its GPUs. A rollout or an inference that works on, and an actor past
+its start, take them with the lost GPUs alone.
 
 Invariants:
 - A component has at most one open transition; several components may have one each.

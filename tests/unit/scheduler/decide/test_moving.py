@@ -358,8 +358,14 @@ def test_the_last_engine_that_stays_dies_as_the_others_leave() -> None:
     finishes(drive, proposed)
 
 
-@pytest.mark.parametrize("slot", [INFERENCE[0], ROLLOUT[1]], ids=["it stays", "it leaves"])
-def test_an_inference_that_loses_a_rank_as_it_shrinks_is_started_where_it_is_proposed(slot: GpuId) -> None:
+@pytest.mark.parametrize(
+    ("slot", "want"),
+    [(INFERENCE[0], Outcome.ABORTED), (ROLLOUT[1], Outcome.COMMITTED)],
+    ids=["the only copy that stays", "the copy that leaves"],
+)
+def test_a_copy_that_dies_as_the_inference_shrinks_ends_the_change_only_where_none_is_left(
+    slot: GpuId, want: Outcome
+) -> None:
     drive, proposed = running()
     large = Placed((*INFERENCE, *ROLLOUT[1:]), Layout(tp=2, dp=2))
     propose(drive, proposed, rollout=engines(ROLLOUT[0]), inference=large)
@@ -367,7 +373,8 @@ def test_an_inference_that_loses_a_rank_as_it_shrinks_is_started_where_it_is_pro
     transition = drive.state.changing(Role.INFERENCE)
     assert transition is not None
     kill(drive, slot)
-    assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
+    drive.run_until(lambda _: drive.cluster.store.records[transition.id].outcome is not Outcome.OPEN)
+    assert drive.cluster.store.records[transition.id].outcome is want
     settle(drive)
     drive.run_until(lambda state: all(state.components[role].layout == HOME[role].layout for role in Role))
     assert set(gpus_of(drive.state, Role.ROLLOUT)) == set(ROLLOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -14,13 +15,13 @@ from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import Phase
 from services.scheduler.state.components import Working
-from services.scheduler.state.values import total
+from services.scheduler.state.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
 from tests.unit.scheduler.open_iteration import is_iterating, iterating
 from tidegate.ownership.records import GpuRecord, GpuState, Outcome
-from tidegate.types import Grant, NodeId, Role, Token, instance_id
+from tidegate.types import Grant, Layout, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
 INFERENCE_GPU = gpu("n1", 2)
@@ -62,7 +63,34 @@ def test_a_rollout_engine_that_dies_leaves_the_others_at_work_and_comes_back_und
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_an_inference_rank_that_dies_has_all_ranks_started_again_in_the_same_incarnation() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_copy_of_the_inference_that_loses_a_rank_leaves_the_others_at_work_and_comes_back_whole(tp: int) -> None:
+    gpus = tuple(gpu("n0", number) for number in (2, 4))[:tp] + tuple(gpu("n1", number) for number in (2, 4))[:tp]
+    job = spec()
+    placed = Placed(gpus, Layout(tp=tp, dp=2))
+    drive = booted(FakeCluster(replace(job, placement={**job.placement, Role.INFERENCE: placed})))
+    drive.run_until(is_iterating)
+    deliver_all(drive)
+    drive.cluster.kill_worker(INFERENCE_GPU)
+    drive.step()
+
+    left = drive.state.components[Role.INFERENCE]
+    assert [grant.gpu for grant in left.grants] == [*gpus[:tp]]
+    assert isinstance(left.state, Working)
+    assert left.state.loaded is not None
+    assert (drive.state.incarnation, drive.state.phase) == (1, Phase.RUNNING)
+
+    deliver_all(drive)
+    drive.run_until(lambda state: len(state.components[Role.INFERENCE].grants) == 2 * tp)
+    _, again = ups_of(drive, Role.INFERENCE)
+    assert again.grants == tuple(Grant(each, Token(1, 2)) for each in gpus[tp:])
+    assert [grant.gpu for grant in again.members] == [*gpus]
+    assert (again.weights, again.reference) == (drive.state.snapshots[0], drive.state.reference)
+    assert drive.run().phase is Phase.FINISHED
+    assert not any(component.num_failed_starts for component in drive.state.components.values())
+
+
+def test_an_inference_that_loses_its_only_copy_starts_again_in_the_same_incarnation() -> None:
     drive = iterating()
     drive.cluster.kill_worker(INFERENCE_GPU)
     drive.step()

@@ -93,6 +93,10 @@ BROKEN: dict[str, tuple[Callable[[ClusterState], ClusterState], str]] = {
         lambda state: at_work(state, Role.ACTOR, grants=state.components[Role.ACTOR].grants[:1]),
         "a layout's ranks are its grants",
     ),
+    "a copy of the inference lacks a rank": (
+        lambda state: at_work(state, Role.INFERENCE, grants=state.components[Role.INFERENCE].grants[:1]),
+        "a layout's ranks are its grants",
+    ),
     "an iteration's samples do not add up": (with_wrong_samples, "generated = trained + filtered + discarded"),
     "an iteration is in the lineage twice": (
         lambda state: replace(state, summaries=state.summaries * 2),
