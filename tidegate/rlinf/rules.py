@@ -182,6 +182,7 @@ DERIVED = (
     "cluster.num_nodes",
     "cluster.num_gpus_per_node",
     "cluster.auto_scheduler",
+    "cluster.preprocess_threshold",
     "runner.experiment_name",
     "runner.logger.logger_backends",
     "runner.max_epochs",
@@ -218,6 +219,22 @@ DERIVED = (
 )
 
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
+    "the scheduler decides when something happens, and looks at no component at intervals": (
+        "cluster.monitor_interval",
+    ),
+    "engines leave by rollout.max_running_requests alone, and their sequences go where the least work remains": (
+        "cluster.assign_policy",
+        "cluster.migrate_out_max_bs",
+    ),
+    "cluster.use_pre_process_policy lends the actor's GPUs to the rollout, and the inference keeps its own": (
+        "cluster.rollout_use_all_gpus",
+    ),
+    "groups pass from rollout to inference and actor as they finish, and no component waits for the last one": (
+        "cluster.fuse_rollout_inference_only",
+    ),
+    "communicators are made for each set of members, and those of the last ones are kept": (
+        "cluster.recreate_nccl_groups",
+    ),
     "they name RLinf's own processes and folders": (
         "hydra.*",
         "actor.group_name",

@@ -34,8 +34,8 @@ from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
 
 PRE_PROCESS_SHARE = 2
-"""The rollout gives the actor's GPUs back once at most `1 / PRE_PROCESS_SHARE` of the sequences run. RLinf hard-codes
-it."""
+"""The rollout gives the actor's GPUs back once at most `1 / PRE_PROCESS_SHARE` of the sequences run. It is what RLinf
+takes without a threshold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,13 @@ class RLinfRules:
     auto_scheduler: bool = False
     use_pre_process_policy: bool = False
     use_wait_before_last_iter_policy: bool = True
+    preprocess_threshold: int | None = None
+    """The rollout gives the actor's GPUs back once at most so many sequences run. None: the half of them."""
 
     def __post_init__(self) -> None:
-        if self.max_running_requests < 1:
-            raise ValueError(f"max_running_requests={self.max_running_requests} must be at least 1")
+        for name in ("max_running_requests", "preprocess_threshold"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class RLinfPolicy:
     def _pre_processed(self, situation: Situation, lent: Assignment, memory: RLinfMemory) -> Choice:
         num_queued = len(situation.generation.queue)
         num_running = situation.num_unfinished - num_queued
-        most = situation.num_sequences // PRE_PROCESS_SHARE
+        most = self.rules.preprocess_threshold or situation.num_sequences // PRE_PROCESS_SHARE
         counts = f"{num_running} of {situation.num_sequences} sequences run, {num_queued} are not submitted"
         if num_queued or num_running > most:
             reason = f"rlinf: {counts}; the actor's GPUs generate until at most {most} run"

@@ -154,6 +154,43 @@ def test_rlinfs_scheduler_becomes_the_policy_with_its_rules() -> None:
     assert read(*switches, "rollout.max_running_requests=128").config.scheduler.rlinf.max_running_requests == 128
 
 
+def test_rlinfs_threshold_of_running_sequences_is_translated_and_its_default_left_out() -> None:
+    lends = ("cluster.auto_scheduler=true", "cluster.use_pre_process_policy=true")
+    got = read(*lends, "cluster.preprocess_threshold=300")
+    assert got.config.scheduler.rlinf.preprocess_threshold == 300
+    assert not any("preprocess_threshold" in note for note in got.notes)
+    for default in ("-1", "null"):
+        assert read(f"cluster.preprocess_threshold={default}").config.scheduler.rlinf.preprocess_threshold is None
+    (note,) = [each for each in read("cluster.preprocess_threshold=300").notes if "preprocess_threshold" in each]
+    assert "without effect here: cluster.use_pre_process_policy is not true" in note
+
+
+SCHEDULER_KEYS = (
+    "monitor_interval=2",
+    "assign_policy=even",
+    "migrate_out_max_bs=16",
+    "rollout_use_all_gpus=true",
+    "fuse_rollout_inference_only=true",
+    "recreate_nccl_groups=true",
+)
+
+
+@pytest.mark.parametrize("given", SCHEDULER_KEYS)
+def test_a_key_of_rlinfs_scheduler_without_effect_is_noted_with_what_is_done_instead(given: str) -> None:
+    plain = read("cluster.auto_scheduler=true")
+    got = read("cluster.auto_scheduler=true", f"cluster.{given}")
+    assert got.config == plain.config
+    (note,) = set(got.notes) - set(plain.notes)
+    assert note.startswith(f"cluster.{given.partition('=')[0]}: ")
+
+
+def test_components_in_an_order_in_which_rlinfs_actor_cannot_grow_are_read_as_they_are() -> None:
+    turned = "cluster.component_placement={rollout: 0-3, inference: 4-5, actor: 6-7}"
+    config = read("cluster.auto_scheduler=true", turned).config
+    assert config.scheduler.policy == "rlinf"
+    assert config.placement(Role.ACTOR) == ("n0/6", "n0/7")
+
+
 def test_every_axis_of_a_layout_is_translated() -> None:
     sizes = ("context_parallel_size=2", "pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=3")
     eight = ("cluster.component_placement={actor: 0-7, rollout: 8-9, inference: 10-11}", "cluster.nodes={n0: 12}")
@@ -240,6 +277,7 @@ def test_components_may_share_a_placement_line_and_nodes_may_be_a_number(tmp_pat
 
 REFUSED = {
     "a scheduler that is on or off": ("cluster.auto_scheduler=maybe", "='maybe' must be true or false"),
+    "a share as a number of sequences": ("cluster.preprocess_threshold=0.5", "must be a number of sequences from 1 on"),
     "a task of another kind": ("runner.task_type=embodied", "set it to reasoning"),
     "a folder to go on from": ("runner.resume_dir=old", "set it to null and start with --resume"),
     "epochs": ("runner.max_steps=-1", "a job needs its number of iterations: set runner.max_steps to it"),

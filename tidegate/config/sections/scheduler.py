@@ -27,6 +27,8 @@ class RLinfSection(Section):
     use_wait_before_last_iter_policy: bool = True
     max_running_requests: Positive = 64
     """The limit of an engine that stays. RLinf reads its own `rollout.max_running_requests`."""
+    preprocess_threshold: Positive | None = None
+    """The rollout gives the actor's GPUs back once at most so many sequences run. None: the half of them."""
 
 
 class DynaRLSection(Section):

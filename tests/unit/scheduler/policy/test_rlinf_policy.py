@@ -162,6 +162,21 @@ def test_the_actors_gpus_generate_until_half_of_the_sequences_are_done() -> None
     assert opened(SPEC, unfinished=4096, unsubmitted=1) == (lent, False)
 
 
+def test_a_threshold_takes_the_place_of_the_half() -> None:
+    rules = RLinfRules(max_running_requests=128, auto_scheduler=True, use_pre_process_policy=True)
+    tuned = RLinfPolicy(replace(rules, preprocess_threshold=300))
+    lent = Assignment((*replicas(gpus(0, 16), 2), *HOME.engines), None, INFERENCE)
+    for running, want in ((301, False), (300, True)):
+        situation = seen(SPEC, lent, num_unfinished=running, remembered=Remembered(), max_running=4096)
+        assert tuned.choose(situation).trains is want
+
+
+@pytest.mark.parametrize("name", ["max_running_requests", "preprocess_threshold"])
+def test_a_rule_of_less_than_one_sequence_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        RLinfRules(**{"max_running_requests": 1, name: 0})
+
+
 def test_without_the_pre_process_policy_the_actor_trains_at_once() -> None:
     assert opened(SPEC, unfinished=8192, unsubmitted=8192, pre=False) == (HOME, True)
 
