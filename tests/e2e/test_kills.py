@@ -111,6 +111,18 @@ async def test_a_job_goes_on_by_itself_after_a_kill(case: str, want_checksum: st
         assert incarnation == WANT_INCARNATION.get(case, incarnation)
 
 
+async def test_the_death_of_a_copy_of_the_inference_costs_that_copy_alone(want_checksum: str, tmp_path: Path) -> None:
+    placement = {"actor": "0,1,4,5", "rollout": "2,6", "inference": "3,7"}
+    raw = small_job("plain", cluster__component_placement=placement, inference__layout={"dp": 2})
+    async with running(raw, tmp_path) as job:
+        await job.until(generating(1))
+        worker_of("n1/3")(job).kill()
+        _assert_as_if_nothing_happened(job, await job.result(), want_checksum)
+        of_inference = [event for event in job.events if event.source.startswith("inference")]
+        acquired = [event.gpus_acquired for event in of_inference if event.WhichOneof("body") == "gpus_acquired"]
+        assert [[grant.gpu for grant in each.grants] for each in acquired] == [["n0/3", "n1/3"], ["n1/3"]]
+
+
 @pytest.mark.parametrize("server", ["nats-server", "valkey-server"])
 async def test_a_job_whose_server_dies_stops_with_a_message_and_resumes(
     server: str, want_checksum: str, tmp_path: Path

@@ -10,7 +10,7 @@ from tests.component_bench import ACK_WAIT_S, NODES, snapshot
 from tests.unit.inference.test_lead import FIRST, ONE_COPY, SECOND, scoring
 from tidegate.codec import decode_grants, decode_layout
 from tidegate.runtime.lead import CommandRefused
-from tidegate.types import Layout
+from tidegate.types import NO_TOKEN, Grant, Layout
 
 
 async def test_copies_score_different_groups_at_the_same_time(tmp_path: Path) -> None:
@@ -166,6 +166,21 @@ async def test_the_start_of_a_copy_that_fails_is_reported_with_its_gpus_and_cost
         await of.generated(range(4))
         await of.bench.published("iteration_reported")
         assert of.scored() == [0, 1, 2, 3]
+
+
+async def test_a_copy_starts_on_a_worker_that_stands_by(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        first, second = of.bench.grants()
+        lead = of.new_lead(of.bench.scale_up([first], weights=snapshot(0)), of.bench.open_iteration())
+        await of.bench.published("layout_committed")
+        await lead.crew.start([Grant(second.gpu, NO_TOKEN)], transition="standby")
+        lead.take(of.come(SECOND, weights=snapshot(0)))
+        await of.bench.published("layout_committed", count=2)
+        await of.generated(range(4))
+        await of.bench.published("iteration_reported")
+        assert of.bench.instances[NODES[1]].started == [Grant(second.gpu, NO_TOKEN)], "no other process was started"
+        assert of.ranks[SECOND].scored
+        assert lead.crew.standbys == ()
 
 
 async def test_groups_wait_in_hand_while_the_inference_has_lent_all_its_gpus(tmp_path: Path) -> None:
