@@ -41,7 +41,7 @@ Bits = dict[tuple[int, int], bytes]
 """By (prompt, draw)."""
 
 
-def sections(layout: dict[str, int]) -> dict[str, dict[str, Any]]:
+def sections(layout: dict[str, int]) -> dict[str, Any]:
     """The inference has the GPUs from n0/2 on."""
     last = 1 + Layout(**layout).num_ranks
     return {
