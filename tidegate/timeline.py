@@ -1,20 +1,23 @@
 """The trace of every GPU slot over a job's whole time, merged from the spans of all instances.
 
 Each instance writes one line per span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}, with
-"work" (iteration, version, tokens) where it is known. Times are those of the machine's monotonic clock. Merging does
-the following for each slot:
+"work" (iteration, version, tokens) where it is known. A line {"gpu", "released_ns"} says that the slot's process gave
+it back. Times are those of the machine's monotonic clock. Merging does the following for each slot:
 1. It clips the spans to the window and sorts them.
 2. It fills the time before the first and after the last span with `free`.
-3. It fills the gaps between spans with `unknown`: the slot's process died without writing.
+3. It fills a gap between spans with `free` where the slot was given back in it, else with `unknown`: the slot's process
+   died without writing.
 
 Invariants:
 - A slot's spans are contiguous and fill the window, so its states add up exactly to the wall time.
   [test_timeline: sum_to_the_wall_time]
+- Between two holders of a slot it is free. [test_timeline: given_back_is_free]
 - A line that is incomplete because its writer was killed is left out. [test_timeline: line_cut_off_by_a_kill]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,8 +65,20 @@ def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
     return spans
 
 
-def fill(spans: Iterable[Span], window: Window) -> list[Span]:
-    """One slot's spans, contiguous from the window's start to its end. Where two overlap, the earlier one counts."""
+def read_releases(folder: Path) -> dict[GpuId, list[int]]:
+    """The times at which each slot was given back."""
+    releases: dict[GpuId, list[int]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                row = json.loads(line)
+                releases.setdefault(GpuId(row["gpu"]), []).append(int(row["released_ns"]))
+    return releases
+
+
+def fill(spans: Iterable[Span], window: Window, *, released_ns: Sequence[int] = ()) -> list[Span]:
+    """One slot's spans, contiguous from the window's start to its end. Where two overlap, the earlier one counts.
+    `released_ns`: when the slot was given back."""
     filled: list[Span] = []
     at_ns = window.start_ns
     for span in sorted(spans):
@@ -71,7 +86,8 @@ def fill(spans: Iterable[Span], window: Window) -> list[Span]:
         if end_ns <= start_ns:
             continue
         if start_ns > at_ns:
-            filled.append(Span(at_ns, start_ns, UNKNOWN if filled else FREE))
+            is_free = not filled or any(at_ns <= given_ns <= start_ns for given_ns in released_ns)
+            filled.append(Span(at_ns, start_ns, FREE if is_free else UNKNOWN))
         filled.append(Span(start_ns, end_ns, span.state, span.work))
         at_ns = end_ns
     if at_ns < window.end_ns:
@@ -118,8 +134,9 @@ def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[
 
 def write_trace(folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window) -> None:
     """Merge the instances' files into `target`, by one atomic replacement. A slot of `gpus` without a span was free."""
-    found = read_spans(folder)
-    trace = chrome_trace({gpu: fill(found.get(gpu, ()), window) for gpu in gpus}, window)
+    found, releases = read_spans(folder), read_releases(folder)
+    slots = {gpu: fill(found.get(gpu, ()), window, released_ns=releases.get(gpu, ())) for gpu in gpus}
+    trace = chrome_trace(slots, window)
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(trace))
     os.replace(partial, target)

@@ -238,9 +238,10 @@ async def test_the_timeline_has_the_slot_contiguous_from_start_to_stop(port: Por
     await port.start_workers(JOB, "t1", [grant()])
     await replies(port, grant(), wire.WorkerCall(warm_up=wire.WarmUp(num_steps=2)))
     await port.stop_workers(JOB, "t2", [grant()])
-    spans = [json.loads(line) for line in node.timeline.read_text().splitlines()]
-    assert {span["gpu"] for span in spans} == {"n0/0"}
+    *spans, released = [json.loads(line) for line in node.timeline.read_text().splitlines()]
+    assert {line["gpu"] for line in (*spans, released)} == {"n0/0"}
     assert all(before["end_ns"] == after["start_ns"] for before, after in pairwise(spans))
+    assert released["released_ns"] >= spans[-1]["end_ns"]
     states = [span["state"] for span in spans]
     want = ["starting", "waiting_prompts", "training", "waiting_prompts"]
     assert [state for state, before in zip(states, [None, *states], strict=False) if state != before] == want

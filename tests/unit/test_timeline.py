@@ -32,6 +32,13 @@ def test_a_slot_is_free_before_and_after_its_spans_and_unknown_between_them() ->
     assert fill([Span(150, 160, "saving"), Span(110, 120, "training")], WINDOW) == want
 
 
+def test_a_slot_that_was_given_back_is_free_until_its_next_holder() -> None:
+    spans = [Span(110, 120, "generating"), Span(150, 160, "training"), Span(170, 180, "training")]
+    want = [(100, "free"), (110, "generating"), (120, "free"), (150, "training"), (160, "unknown"), (170, "training")]
+    filled = fill(spans, Window(100, 180), released_ns=[121, 180])
+    assert [(span.start_ns, span.state) for span in filled] == want
+
+
 def test_spans_are_cut_off_at_the_window() -> None:
     assert fill([Span(0, 120, "training"), Span(180, 900, "saving")], WINDOW) == [
         Span(100, 120, "training"),
@@ -68,3 +75,13 @@ def test_an_unused_slot_was_free_all_the_time(tmp_path: Path) -> None:
     write_trace(tmp_path, tmp_path / "timeline.json", gpus=[GpuId("n0/0")], window=WINDOW)
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert trace["otherData"] == {"wall_ns": 100, "state_ns": {"n0/0": {"free": 100}}}
+
+
+def test_a_trace_knows_from_the_files_when_a_slot_was_given_back(tmp_path: Path) -> None:
+    gpu = GpuId("n0/0")
+    spans = [{"gpu": gpu, "state": "training", "start_ns": at, "end_ns": at + 10} for at in (0, 50)]
+    lines = [spans[0], {"gpu": gpu, "released_ns": 12}, spans[1]]
+    (tmp_path / "actor@n0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_trace(tmp_path, tmp_path / "trace.json", gpus=[gpu], window=Window(0, 60))
+    lengths = json.loads((tmp_path / "trace.json").read_text())["otherData"]["state_ns"]
+    assert lengths == {gpu: {"free": 40, "training": 20}}

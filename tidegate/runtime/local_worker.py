@@ -105,8 +105,10 @@ class LocalWorker:
                 pass
         self.grant = Grant(self.grant.gpu, NO_TOKEN)
 
-    async def stop(self, *, timeout_s: float) -> None:
-        """Asks the worker to leave and kills it when it has not by then. Returns once it is dead."""
+    async def stop(self, *, timeout_s: float) -> bool:
+        """Asks the worker to leave and kills it when it has not by then. Returns once it is dead.
+
+        True where it left by itself."""
         self.ends_quietly = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -118,7 +120,9 @@ class LocalWorker:
         # The worker must end either way: kill one that does not leave.
         except (TimeoutError, WorkerGone, WorkerRefused):
             self.process.kill()
-        await self.until_dead()
+            await self.until_dead()
+            return False
+        return True
 
     async def until_dead(self) -> int:
         """Waits for the death. Returns the exit status."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -47,7 +48,8 @@ OnDeath = Callable[[Grant, int], Awaitable[None]]
 class WorkerHome:
     """What the workers of an instance run, where they write, and how long they may take.
 
-    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}, with "work" where it is known.
+    `timeline` is a file of JSON lines {"gpu", "state", "start_ns", "end_ns"}, with "work" where it is known, and
+    {"gpu", "released_ns"} for a slot that was given back (`tidegate.timeline`).
     `works_for` is the job and the role, for people who list the processes.
     """
 
@@ -211,15 +213,18 @@ class LocalWorkers:
             worker = self._workers.get(grant.gpu)
             if worker is None or worker.grant != grant:
                 return
-            await worker.stop(timeout_s=self._home.stop_timeout_s)
+            has_left = await worker.stop(timeout_s=self._home.stop_timeout_s)
             if not grant.stands_by:
                 await self._until_free(worker, "died")
+                if has_left:
+                    self._write_release(grant)
 
     async def _stand_down(self, grant: Grant) -> None:
         async with self._locks[grant.gpu]:
             worker = self._worker(grant)
             await worker.stand_down(timeout_s=self._home.stop_timeout_s)
             await self._until_free(worker, "stood down")
+            self._write_release(grant)
 
     async def _until_free(self, worker: LocalWorker, done: str) -> None:
         gpu, timeout_s = worker.grant.gpu, self._home.stop_timeout_s
@@ -237,6 +242,12 @@ class LocalWorkers:
             )
             for span in spans
         ]
+        self._append(lines)
+
+    def _write_release(self, grant: Grant) -> None:
+        self._append([json.dumps({"gpu": grant.gpu, "released_ns": time.monotonic_ns()})])
+
+    def _append(self, lines: Sequence[str]) -> None:
         try:
             append_lines(self._home.timeline, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:

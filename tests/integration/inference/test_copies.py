@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from tests.integration.inference.real_copies import PROMPTS, Bits, config_json, forks, real_copies
 from tests.ranks import RankServer
+from tidegate.timeline import Window, fill, read_releases, read_spans, state_lengths
 from tidegate.types import Layout
 
 Server = tuple[Path, psutil.Process]
@@ -70,11 +69,11 @@ async def test_copies_that_come_leave_and_die_in_an_iteration_change_no_bit(
         assert two[1].gpu in of.deaths
         watched = of.bench.samples.prompts("fetch")  # type: ignore[attr-defined]  # the bench wraps its stream
         assert sorted(watched) == [*range(PROMPTS)], "neither a move nor a death uses up a delivery"
-    spans = defaultdict(list)
-    for line in of.timeline.read_text().splitlines():
-        span = json.loads(line)
-        spans[span["gpu"]].append((span["start_ns"], span["end_ns"]))
+    spans, releases = read_spans(of.timeline.parent), read_releases(of.timeline.parent)
     for gpu, found in spans.items():
-        found.sort()
-        overlaps = [(one, two) for one, two in pairwise(found) if two[0] < one[1]]
-        assert overlaps == [], f"{gpu} has two holders at a time"
+        window = Window(min(span.start_ns for span in found), max(span.end_ns for span in found))
+        assert all(before.end_ns <= after.start_ns for before, after in pairwise(sorted(found))), "one holder at a time"
+        lengths = state_lengths(fill(found, window, released_ns=releases[gpu]))
+        assert sum(lengths.values()) == window.wall_ns
+        assert ("free" in lengths) == (gpu in {grant.gpu for grant in one}), "between its first copy and the next"
+        assert "unknown" not in lengths
