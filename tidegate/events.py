@@ -48,6 +48,16 @@ EventBody = (
 )
 
 
+FIGURES = (
+    events_pb2.Progress,
+    events_pb2.Backlog,
+    events_pb2.Generation,
+    events_pb2.Inferring,
+    events_pb2.Training,
+)
+"""Bodies whose successors replace them."""
+
+
 class EventSource:
     """Makes the events of one start of one source. `role` is None for a source that is no component ("scheduler")."""
 
@@ -101,6 +111,12 @@ def body_of(event: Event) -> EventBody:
         raise WireError(f"Event.body of {event.id!r} is missing; the sender must set what happened")
     body: EventBody = getattr(event, field)
     return body
+
+
+def is_figure(event: Event) -> bool:
+    """Whether the source's next event of this kind replaces the event."""
+    field = event.WhichOneof("body")
+    return field is not None and isinstance(getattr(event, field), FIGURES)
 
 
 def _field_of(body: EventBody) -> str:

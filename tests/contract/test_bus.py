@@ -136,14 +136,19 @@ def source(boot: int = 1) -> EventSource:
     return EventSource("rollout@n0", role=Role.ROLLOUT, boot=boot, now_ns=lambda: 1)
 
 
-def progress(events: EventSource, job: JobId, num_done: int) -> events_pb2.Event:
-    return events.event(events_pb2.Progress(num_done=num_done), job=job, incarnation=1)
+def numbered(events: EventSource, job: JobId, number: int) -> events_pb2.Event:
+    return events.event(events_pb2.Failed(exit_status=number), job=job, incarnation=1)
 
 
-def num_done(event: events_pb2.Event) -> int:
+def number_of(event: events_pb2.Event) -> int:
     body = body_of(event)
-    assert isinstance(body, events_pb2.Progress)
-    return body.num_done
+    assert isinstance(body, events_pb2.Failed | events_pb2.Progress)
+    return body.exit_status if isinstance(body, events_pb2.Failed) else body.num_done
+
+
+def figure(events: EventSource, job: JobId, num_done: int, *, iteration: int = 0) -> events_pb2.Event:
+    body = events_pb2.Progress(phase="generate", num_done=num_done)
+    return events.event(body, job=job, incarnation=1, iteration=iteration)
 
 
 def a_group(
@@ -175,7 +180,7 @@ async def publish_groups(bench: Bench, *prompts: int) -> None:
 
 async def test_a_repeated_event_is_stored_once_and_answered_with_its_own_sequence(bench: Bench) -> None:
     events = source()
-    first, second = progress(events, bench.job, 1), progress(events, bench.job, 2)
+    first, second = numbered(events, bench.job, 1), numbered(events, bench.job, 2)
     sequences = [await bench.bus.events.publish(event) for event in (first, second, first)]
     assert sequences == [1, 2, 1]
     assert [event.id async for _, event in bench.bus.events.read(bench.job)] == [first.id, second.id]
@@ -184,46 +189,46 @@ async def test_a_repeated_event_is_stored_once_and_answered_with_its_own_sequenc
 async def test_reading_the_log_gives_events_in_order_and_consumes_nothing(bench: Bench) -> None:
     events = source()
     for count in range(300):
-        await bench.bus.events.publish(progress(events, bench.job, count))
+        await bench.bus.events.publish(numbered(events, bench.job, count))
     want = list(range(300))
     for _ in range(2):
-        assert [num_done(event) async for _, event in bench.bus.events.read(bench.job)] == want
+        assert [number_of(event) async for _, event in bench.bus.events.read(bench.job)] == want
     later = [sequence async for sequence, _ in bench.bus.events.read(bench.job, after_sequence=297)]
     assert later == [298, 299, 300]
 
 
 async def test_a_follower_of_the_log_sees_what_is_published_later(bench: Bench) -> None:
     events = source()
-    await bench.bus.events.publish(progress(events, bench.job, 1))
+    await bench.bus.events.publish(numbered(events, bench.job, 1))
     seen: list[int] = []
     async with aclosing(bench.bus.events.read(bench.job, follow=True)) as log, asyncio.timeout(PATIENT_S):
         async for _, event in log:
-            seen.append(num_done(event))
+            seen.append(number_of(event))
             if len(seen) == 3:
                 break
-            await bench.bus.events.publish(progress(events, bench.job, len(seen) + 1))
+            await bench.bus.events.publish(numbered(events, bench.job, len(seen) + 1))
     assert seen == [1, 2, 3]
 
 
 async def test_a_consumer_has_one_event_in_flight_and_gets_them_in_order(bench: Bench) -> None:
     events = source()
     for count in (1, 2):
-        await bench.bus.events.publish(progress(events, bench.job, count))
+        await bench.bus.events.publish(numbered(events, bench.job, count))
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     first = await consumer.next(timeout_s=PATIENT_S)
     assert first is not None
-    assert (first.sequence, num_done(first.event)) == (1, 1)
+    assert (first.sequence, number_of(first.event)) == (1, 1)
     assert await consumer.next(timeout_s=SOON_S) is None
     await first.ack()
     second = await consumer.next(timeout_s=PATIENT_S)
     assert second is not None
-    assert (second.sequence, num_done(second.event)) == (2, 2)
+    assert (second.sequence, number_of(second.event)) == (2, 2)
 
 
 async def test_an_event_handed_back_comes_again_before_later_ones(bench: Bench) -> None:
     events = source()
     for count in (1, 2):
-        await bench.bus.events.publish(progress(events, bench.job, count))
+        await bench.bus.events.publish(numbered(events, bench.job, count))
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     seen = []
     for _ in range(4):
@@ -235,7 +240,7 @@ async def test_an_event_handed_back_comes_again_before_later_ones(bench: Bench) 
 
 
 async def test_an_event_its_holder_never_settles_comes_to_the_next_holder_of_the_name(bench: Bench) -> None:
-    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    await bench.bus.events.publish(numbered(source(), bench.job, 1))
     dies = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     assert await dies.next(timeout_s=PATIENT_S) is not None
     takes_over = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
@@ -245,7 +250,7 @@ async def test_an_event_its_holder_never_settles_comes_to_the_next_holder_of_the
 
 
 async def test_an_event_is_never_dead_lettered_for_being_handed_back_often(bench: Bench) -> None:
-    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    await bench.bus.events.publish(numbered(source(), bench.job, 1))
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     for _ in range(LIMITS.max_deliveries + 3):
         delivery = await consumer.next(timeout_s=PATIENT_S)
@@ -254,9 +259,89 @@ async def test_an_event_is_never_dead_lettered_for_being_handed_back_often(bench
     assert bench.dead_letters == []
 
 
+async def test_a_figure_is_replaced_by_the_next_one_of_its_source_and_iteration(bench: Bench) -> None:
+    rollout, actor = source(), EventSource("actor@n0", role=Role.ACTOR, boot=1, now_ns=lambda: 1)
+    await bench.bus.events.publish(figure(rollout, bench.job, 1))
+    await bench.bus.events.publish(numbered(rollout, bench.job, 100))
+    await bench.bus.events.publish(figure(actor, bench.job, 2))
+    await bench.bus.events.publish(figure(rollout, bench.job, 3, iteration=1))
+    for count in range(4, 50):
+        last = figure(rollout, bench.job, count)
+        sequence = await bench.bus.events.publish(last)
+    assert await bench.bus.events.publish(last) == sequence == 50, "a repeat is stored once"
+    found = [(sequence, number_of(event)) async for sequence, event in bench.bus.events.read(bench.job)]
+    assert found == [(2, 100), (3, 2), (4, 3), (50, 49)]
+
+
+async def test_a_consumer_that_fell_behind_gets_the_last_figure_only_and_every_other_event(bench: Bench) -> None:
+    events = source()
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    await bench.bus.events.publish(figure(events, bench.job, 1))
+    in_flight = await consumer.next(timeout_s=PATIENT_S)
+    assert in_flight is not None
+    for count in (2, 3):
+        await bench.bus.events.publish(numbered(events, bench.job, count * 10))
+        await bench.bus.events.publish(figure(events, bench.job, count))
+    await in_flight.ack()
+    seen = []
+    while (delivery := await consumer.next(timeout_s=PATIENT_S if len(seen) < 3 else SOON_S)) is not None:
+        seen.append(number_of(delivery.event))
+        await delivery.ack()
+    assert seen == [20, 30, 3]
+
+
+async def test_a_delivery_names_the_one_before_it_where_this_client_got_that(bench: Bench) -> None:
+    events = source()
+    one, other = [
+        await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter) for _ in range(2)
+    ]
+    for count in (1, 2, 3):
+        await bench.bus.events.publish(numbered(events, bench.job, count))
+    for count in (4, 5):
+        await bench.bus.events.publish(figure(events, bench.job, count))
+    await bench.bus.events.publish(numbered(events, bench.job, 6))
+    found = []
+    for consumer in (one, one, other, one, one):
+        delivery = await consumer.next(timeout_s=PATIENT_S)
+        assert delivery is not None
+        found.append((delivery.sequence, delivery.follows))
+        await delivery.ack()
+    assert found == [(1, None), (2, 1), (3, None), (5, None), (6, 5)]
+
+
+async def test_a_figure_replaced_while_it_was_in_flight_does_not_come_again(bench: Bench) -> None:
+    events = source()
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    await bench.bus.events.publish(figure(events, bench.job, 1))
+    assert await consumer.next(timeout_s=PATIENT_S) is not None, "its holder dies without settling it"
+    await bench.bus.events.publish(figure(events, bench.job, 2))
+    later = await consumer.next(timeout_s=PATIENT_S)
+    assert later is not None
+    assert number_of(later.event) == 2
+
+
+async def test_a_figure_of_a_name_that_is_no_part_of_a_subject_stays_like_any_event(bench: Bench) -> None:
+    events = EventSource("rollout@n0.*", role=Role.ROLLOUT, boot=1, now_ns=lambda: 1)
+    for count in (1, 2):
+        await bench.bus.events.publish(figure(events, bench.job, count))
+    assert [number_of(event) async for _, event in bench.bus.events.read(bench.job)] == [1, 2]
+
+
+async def test_a_follower_of_the_log_hears_of_figures_too(bench: Bench) -> None:
+    events, seen = source(), []
+    await bench.bus.events.publish(figure(events, bench.job, 1))
+    async with aclosing(bench.bus.events.read(bench.job, follow=True)) as log, asyncio.timeout(PATIENT_S):
+        async for _, event in log:
+            seen.append(number_of(event))
+            if len(seen) == 3:
+                break
+            await bench.bus.events.publish(figure(events, bench.job, len(seen) + 1))
+    assert seen == [1, 2, 3]
+
+
 async def test_an_event_without_a_body_is_refused_before_it_is_sent(bench: Bench) -> None:
-    empty = progress(source(), bench.job, 1)
-    empty.ClearField("progress")
+    empty = numbered(source(), bench.job, 1)
+    empty.ClearField("failed")
     with pytest.raises(WireError, match=r"Event\.body is missing"):
         await bench.bus.events.publish(empty)
     assert [event async for _, event in bench.bus.events.read(bench.job)] == []
@@ -457,13 +542,13 @@ async def test_an_undecodable_group_becomes_a_dead_letter_and_holds_nobody_up(be
 
 async def test_an_undecodable_event_becomes_a_dead_letter_and_the_next_one_is_delivered(bench: Bench) -> None:
     await bench.publish_raw(f"tg.events.{bench.job}", b"\xff\xff")
-    await bench.bus.events.publish(progress(source(), bench.job, 1))
+    await bench.bus.events.publish(numbered(source(), bench.job, 1))
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     delivery = await consumer.next(timeout_s=PATIENT_S)
     assert delivery is not None
     assert delivery.sequence == 2
     assert [letter.subject for letter in bench.dead_letters] == [f"tg.events.{bench.job}"]
-    assert [num_done(event) async for _, event in bench.bus.events.read(bench.job)] == [1]
+    assert [number_of(event) async for _, event in bench.bus.events.read(bench.job)] == [1]
 
 
 async def test_a_group_delivered_too_often_becomes_a_dead_letter_that_says_so(bench: Bench) -> None:
@@ -554,7 +639,7 @@ async def test_a_full_stream_of_events_names_the_key_that_helps(open_bench: Open
     bench = await open_bench(replace(LIMITS, events_max_bytes=2_000))
     by = source()
     refused = r"stream TG_EVENTS_\S+ is full: \d+ bytes .* its 2000; raise runtime.events_max_bytes and resume"
-    publish = [bench.bus.events.publish(progress(by, bench.job, count)) for count in range(100)]
+    publish = [bench.bus.events.publish(numbered(by, bench.job, count)) for count in range(100)]
     assert 1_000 < await bench.bus.events.free_bytes(bench.job) <= 2_000
     with pytest.raises(StreamFull, match=refused):
         await asyncio.gather(*publish)
@@ -568,7 +653,7 @@ async def test_a_job_that_was_not_opened_is_named_in_the_error(bench: Bench) -> 
     other = JobId("never-opened")
     bus = bench.bus
     calls: dict[str, Callable[[], Awaitable[object]]] = {
-        "publish an event": lambda: bus.events.publish(progress(source(), other, 1)),
+        "publish an event": lambda: bus.events.publish(numbered(source(), other, 1)),
         "publish a group": lambda: bus.samples.publish(Stage.GENERATED, a_group(other, 1)),
         "consume": lambda: bus.samples.consumer(other, Stage.SCORED, "a", on_dead_letter=bench.on_dead_letter),
         "read": lambda: anext(aiter(bus.events.read(other))),
@@ -657,7 +742,7 @@ async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
         await bus.streams.open_job(job)
         await servers.nats.stop()
         with pytest.raises(BusUnavailable, match=rf"did not answer tg\.events\.{job} within 0\.5 s"):
-            await bus.events.publish(progress(source(), job, 1))
+            await bus.events.publish(numbered(source(), job, 1))
         await bus.close()
 
 

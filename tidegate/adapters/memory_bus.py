@@ -75,6 +75,14 @@ class MemoryJobStreams:
 
 
 class _EventDelivery(Delivery[Event]):
+    def __init__(self, consumer: DurableConsumer[Event], sequence: int, event: Event, *, follows: int | None) -> None:
+        super().__init__(consumer, sequence, event)
+        self._follows = follows
+
+    @property
+    def follows(self) -> int | None:
+        return self._follows
+
     @property
     def event(self) -> Event:
         return self._message
@@ -89,10 +97,15 @@ class _SampleDelivery(Delivery[SampleGroup]):
 class _EventConsumer:
     def __init__(self, consumer: DurableConsumer[Event]) -> None:
         self._consumer = consumer
+        self._last: tuple[int, int] | None = None
+        """The last delivery to this client: its number among all deliveries of the consumer, and its sequence."""
 
     async def next(self, *, timeout_s: float) -> _EventDelivery | None:
         for sequence, event in await self._consumer.fetch(1, timeout_s=timeout_s):
-            return _EventDelivery(self._consumer, sequence, event)
+            number, before = self._consumer.num_deliveries, self._last
+            self._last = (number, sequence)
+            is_next = before is not None and number == before[0] + 1
+            return _EventDelivery(self._consumer, sequence, event, follows=before[1] if before and is_next else None)
         return None
 
 
@@ -107,7 +120,10 @@ class MemoryEventLog:
         self._server.check_size(payload, what=f"event {event.id}", remedy="publish less in one event")
         stream = self._server.stream(subjects.events_stream(job))
         if event.id not in stream.sequence_of_id:
-            stream.sequence_of_id[event.id] = stream.append(Stored(subjects.event_subject(job), payload))
+            subject = subjects.subject_of_event(event)
+            stream.sequence_of_id[event.id] = stream.append(Stored(subject, payload))
+            if subject != subjects.event_subject(job):
+                stream.keep_last(subject)
             self._server.wake()
         return stream.sequence_of_id[event.id]
 
@@ -143,7 +159,7 @@ class MemoryEventLog:
             job=job,
             stream=stream,
             progress=stream.progress.setdefault(subjects.consumer_name(name), Progress()),
-            pattern=subjects.event_subject(job),
+            pattern="tg.>",
             decode=decode,
             ack_wait_s=self._server.limits.event_ack_wait_s,
             one_at_a_time=True,

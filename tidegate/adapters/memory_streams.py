@@ -36,6 +36,7 @@ class Progress:
     num_delivered: dict[int, int] = field(default_factory=dict)
     due: dict[int, float] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    num_deliveries: int = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +58,12 @@ class Stream:
         self.last_sequence += 1
         self.messages[self.last_sequence] = message
         return self.last_sequence
+
+    def keep_last(self, subject: str) -> None:
+        """Drops the messages of the subject but the last."""
+        *others, _ = [sequence for sequence, stored in self.messages.items() if stored.subject == subject]
+        for sequence in others:
+            del self.messages[sequence]
 
     def of(self, pattern: str) -> Iterator[int]:
         """Sequences, in order, of the messages whose subject starts like the pattern before its wildcard."""
@@ -205,6 +212,11 @@ class DurableConsumer(Generic[M]):
     def num_delivered(self, sequence: int) -> int:
         return self._source.progress.num_delivered[sequence]
 
+    @property
+    def num_deliveries(self) -> int:
+        """Of all messages, to all clients of this consumer's name."""
+        return self._source.progress.num_deliveries
+
     def num_waiting(self) -> int:
         return len(self._unsettled())
 
@@ -240,6 +252,7 @@ class DurableConsumer(Generic[M]):
         if self._source.one_at_a_time and any(progress.due.get(sequence, now) > now for sequence in unsettled):
             return []
         taken = ready[:num]
+        progress.num_deliveries += len(taken)
         for sequence in taken:
             progress.num_delivered[sequence] = progress.num_delivered.get(sequence, 0) + 1
             progress.due[sequence] = now + self._source.ack_wait_s

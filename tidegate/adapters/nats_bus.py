@@ -1,7 +1,8 @@
 """The bus on NATS JetStream (server 2.11 or newer).
 
 A job has three file-backed streams (see `subjects`): events, samples, dead letters. All streams keep messages until a
-call removes them (limits retention), and refuse new ones when full. Events are deduplicated by id within a window.
+call removes them (limits retention), and refuse new ones when full. Events are deduplicated by id within a window. A
+figure rolls its subject up: the server stores it and drops those before it, in one step.
 Samples are deduplicated for good by subject: a subject takes a message only while it has none.
 """
 
@@ -35,6 +36,7 @@ from tidegate.v1.samples_pb2 import SampleGroup
 _NS = 10**9
 # A follower that missed its hint reads again after this time.
 _FOLLOW_S = 2.0
+_ROLL_UP = {"Nats-Rollup": "sub"}
 
 
 class NatsBus:
@@ -66,24 +68,24 @@ class NatsJobStreams:
     async def open_job(self, job: JobId) -> None:
         limits = self._limits
         streams = (
-            (subjects.events_stream(job), subjects.event_subject(job), "events_max_bytes"),
-            (subjects.samples_stream(job), subjects.job_samples(job), "samples_max_bytes"),
-            (subjects.dead_stream(job), subjects.dead_subject(job), "dead_max_bytes"),
+            (subjects.events_stream(job), [subjects.event_subject(job), subjects.figures(job)], "events_max_bytes"),
+            (subjects.samples_stream(job), [subjects.job_samples(job)], "samples_max_bytes"),
+            (subjects.dead_stream(job), [subjects.dead_subject(job)], "dead_max_bytes"),
         )
-        for stream, subject, key in streams:
+        for stream, names, key in streams:
             max_bytes = getattr(limits, key)
             try:
-                await self._link.ensure_stream(self._config(stream, subject, max_bytes))
+                await self._link.ensure_stream(self._config(stream, names, max_bytes))
             except NatsRefused as refused:
                 raise StreamFull(
                     f"NATS does not keep {max_bytes} bytes for stream {stream}: {refused}; "
                     f"free disk space in the server's store_dir, or lower runtime.{key}"
                 ) from refused
 
-    def _config(self, stream: str, subject: str, max_bytes: int) -> dict[str, Any]:
+    def _config(self, stream: str, names: list[str], max_bytes: int) -> dict[str, Any]:
         return {
             "name": stream,
-            "subjects": [subject],
+            "subjects": names,
             "retention": "limits",
             "discard": "new",
             "storage": "file",
@@ -94,10 +96,19 @@ class NatsJobStreams:
             "max_consumers": -1,
             "duplicate_window": int(self._limits.duplicate_window_s * _NS),
             "allow_direct": True,
+            "allow_rollup_hdrs": True,
         }
 
 
 class _EventDelivery(Delivery[Event]):
+    def __init__(self, consumer: DurableConsumer[Event], raw: Msg, event: Event, *, follows: int | None) -> None:
+        super().__init__(consumer, raw, event)
+        self._follows = follows
+
+    @property
+    def follows(self) -> int | None:
+        return self._follows
+
     @property
     def event(self) -> Event:
         return self._message
@@ -112,10 +123,15 @@ class _SampleDelivery(Delivery[SampleGroup]):
 class _EventConsumer:
     def __init__(self, consumer: DurableConsumer[Event]) -> None:
         self._consumer = consumer
+        self._last: tuple[int, int] | None = None
+        """The last delivery to this client: its number among all deliveries of the consumer, and its sequence."""
 
     async def next(self, *, timeout_s: float) -> _EventDelivery | None:
         for raw, event in await self._consumer.fetch(1, timeout_s=timeout_s):
-            return _EventDelivery(self._consumer, raw, event)
+            place, before = raw.metadata.sequence, self._last
+            self._last = (place.consumer, place.stream)
+            is_next = before is not None and place.consumer == before[0] + 1
+            return _EventDelivery(self._consumer, raw, event, follows=before[1] if before and is_next else None)
         return None
 
 
@@ -130,9 +146,10 @@ class NatsEventLog:
         job = JobId(event.job)
         payload = event.SerializeToString()
         self._link.check_size(payload, what=f"event {event.id}", remedy="publish less in one event")
-        stream = subjects.events_stream(job)
+        stream, subject = subjects.events_stream(job), subjects.subject_of_event(event)
+        headers = _ROLL_UP if subject != subjects.event_subject(job) else None
         try:
-            ack = await self._link.publish(subjects.event_subject(job), payload, stream=stream, message_id=event.id)
+            ack = await self._link.publish(subject, payload, stream=stream, message_id=event.id, headers=headers)
         except NatsRefused as refused:
             raise full_or_refused(
                 refused, stream, max_bytes=self._limits.events_max_bytes, size_bytes=len(payload)
@@ -154,7 +171,8 @@ class NatsEventLog:
         async def hint(_: Msg) -> None:
             arrived.set()
 
-        unsubscribe = await self._link.subscribe(subjects.event_subject(job), hint) if follow else None
+        heard = (subjects.event_subject(job), subjects.figures(job)) if follow else ()
+        subscriptions = [await self._link.subscribe(subject, hint) for subject in heard]
         try:
             while follow or after_sequence < last:
                 arrived.clear()
@@ -171,15 +189,15 @@ class NatsEventLog:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(arrived.wait(), _FOLLOW_S)
         finally:
-            if unsubscribe is not None:
-                await unsubscribe()
+            for end in subscriptions:
+                await end()
 
     async def consumer(self, job: JobId, name: str, *, on_dead_letter: OnDeadLetter) -> _EventConsumer:
         source = Source(
             job=job,
             stream=subjects.events_stream(job),
             consumer=subjects.consumer_name(name),
-            filter_subject=subjects.event_subject(job),
+            filter_subject=None,
             decode=_decode_event_message,
             ack_wait_s=self._limits.event_ack_wait_s,
             max_ack_pending=1,
@@ -289,6 +307,6 @@ class NatsSampleStream:
 
 def _decode_event_message(raw: Msg) -> Event:
     event = decode_event(raw.data)
-    if subjects.event_subject(JobId(event.job)) != raw.subject:
+    if raw.subject not in (subjects.event_subject(JobId(event.job)), subjects.subject_of_event(event)):
         raise WireError(f"Event.job {event.job!r} does not belong on subject {raw.subject}")
     return event

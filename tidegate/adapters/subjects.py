@@ -1,10 +1,14 @@
 """The names on the bus: streams and subjects of a job. Each part is checked, so that no name reaches past its place.
 
     events    TG_EVENTS_<JOB>    tg.events.<job>
+              the same           tg.figures.<job>.<source>.<kind>.<iteration>
     samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
     dead      TG_DEAD_<JOB>      tg.dead.<job>
 
 A job's id is lower case, so its upper case in a stream's name keeps two jobs apart.
+
+A figure is an event that the next one of its kind replaces. Its subject keeps only the last one: whoever publishes it
+has the stream drop the others.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ from __future__ import annotations
 import re
 
 from tidegate.codec import WireError
+from tidegate.events import is_figure
 from tidegate.ports.bus import Stage, StreamFull
 from tidegate.types import JobId, job_id
+from tidegate.v1.events_pb2 import Event
 from tidegate.v1.samples_pb2 import SampleGroup
 
+_TOKEN = re.compile(r"[A-Za-z0-9_@-]+")
+"""A text that is one part of a subject: no dot, no wildcard."""
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _WHEN_FULL = {
     "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events stay for good",
@@ -45,6 +53,25 @@ def stream_full(stream: str, *, max_bytes: int, size_bytes: int) -> StreamFull:
 
 def event_subject(job: JobId) -> str:
     return f"tg.events.{job_id(job)}"
+
+
+def figures(job: JobId) -> str:
+    """Matches every figure of the job."""
+    return f"tg.figures.{job_id(job)}.>"
+
+
+def subject_of_event(event: Event) -> str:
+    """The subject that an event belongs on. An iteration's last figure of a kind stays: `calibrate` reads it."""
+    job, kind = JobId(event.job), event.WhichOneof("body") or ""
+    match kind:
+        case "progress":
+            kind = f"progress-{event.progress.phase}"
+        case "backlog":
+            kind = f"backlog-{event.backlog.queue}"
+    # A name that is no part of a subject has none of its own: its figures stay like other events.
+    if not is_figure(event) or not (_TOKEN.fullmatch(event.source) and _TOKEN.fullmatch(kind)):
+        return event_subject(job)
+    return f"tg.figures.{job_id(job)}.{event.source}.{kind}.{_count(event.iteration)}"
 
 
 def dead_subject(job: JobId) -> str:

@@ -1,7 +1,8 @@
 """A job's events in its folder: one JSON line for each event, in the form of the Control API, written as they come.
 
-The file continues over the job's attempts. The sequence and id of its last line say where to continue. A stream without
-such an event is another stream (the servers' data was lost), and all of it follows.
+The file continues over the job's attempts. The sequence of its last line says where to continue. A stream without the
+file's last event that stays is another stream (the servers' data was lost), and all of it follows. Figures do not tell
+streams apart: a later one replaces them. [test_submitting: the_file_of_events]
 
 Invariants:
 - Lines are whole, except the last one after a kill. The next writer cuts that one off.
@@ -20,6 +21,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
+from tidegate.events import is_figure
 from tidegate.lines import append_lines
 from tidegate.logs import without_credentials
 from tidegate.v1 import control_pb2, events_pb2
@@ -30,19 +32,26 @@ class BadRecord(ValueError):
 
 
 class EventFile:
-    """Allows one writer. `sequence` and `event_id` are those of the last line: 0 and empty in an empty file."""
+    """Allows one writer. `sequence` is that of the last line, 0 in an empty file. `kept` is the place and the id of the
+    last event that is no figure; None where there is none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        row = _row(_last_line(path))
-        self.sequence = row.stream_sequence if row is not None else 0
-        self.event_id = row.event.id if row is not None else ""
+        self.sequence = 0
+        self.kept: tuple[int, str] | None = None
+        for row in _rows_from_the_last(path):
+            self.sequence = self.sequence or row.stream_sequence
+            if not is_figure(row.event):
+                self.kept = (row.stream_sequence, row.event.id)
+                break
 
     def append(self, sequence: int, event: events_pb2.Event) -> None:
         """Appends one line. OSError."""
         line = json.dumps(event_row(sequence, event), ensure_ascii=False) + "\n"
         append_lines(self._path, line.encode())
-        self.sequence, self.event_id = sequence, event.id
+        self.sequence = sequence
+        if not is_figure(event):
+            self.kept = (sequence, event.id)
 
 
 def event_row(sequence: int, event: events_pb2.Event) -> dict[str, Any]:
@@ -75,13 +84,14 @@ def read_record(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
             raise BadRecord(f"{path}:{number} is no event of this release: {reason}") from error
 
 
-def _last_line(path: Path) -> bytes:
-    """The last whole line. Empty where there is none."""
-    last = b""
-    with suppress(FileNotFoundError), path.open("rb") as lines:
-        for line in lines:
-            last = line if line.endswith(b"\n") else last
-    return last
+def _rows_from_the_last(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
+    """The events of whole lines, the last one first. None where there is no file."""
+    lines: list[bytes] = []
+    with suppress(FileNotFoundError):
+        lines = path.read_bytes().splitlines(keepends=True)
+    for line in reversed(lines):
+        if line.endswith(b"\n") and (row := _row(line)) is not None:
+            yield row
 
 
 def _row(line: bytes) -> control_pb2.ListEventsResponse | None:

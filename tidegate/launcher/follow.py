@@ -169,9 +169,9 @@ class JobFollower:
             self._view.note(message)
 
     def _note_place(self, sequence: int, event: events_pb2.Event) -> None:
-        """Notes the place of the file's last event while the stream is read from its beginning."""
-        if (sequence, event.id) == (self._file.sequence, self._file.event_id):
-            self._written_to = sequence
+        """Notes how far the file is, if it is of this stream, while the stream is read from its beginning."""
+        if (sequence, event.id) == self._file.kept:
+            self._written_to = self._file.sequence
 
     async def _take_events(self) -> None:
         at = self._written_to

@@ -11,6 +11,8 @@ Every implementation keeps these promises (tests/contract/test_bus.py checks eac
   [test_bus: go_on_after_the_server_was_killed]
 - An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped,
   events for good. [test_bus: prompts_of_an_iteration_are_exactly]
+- A figure (`tidegate.events.FIGURES`) stays until its source publishes the next of its kind and iteration. So figures
+  do not fill the log, and sequences have gaps. [test_bus: figure_is_replaced_by_the_next]
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
   `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: undecodable_group_becomes_a_dead]
 - The fencing term only grows, by compare-and-set. [test_bus: term_grows_by_compare_and_set]
@@ -111,6 +113,12 @@ class EventDelivery(Protocol):
 
     @property
     def sequence(self) -> int: ...
+
+    @property
+    def follows(self) -> int | None:
+        """The sequence of the delivery before this one, if this client got it; else None. No event is left in between:
+        what is missing was replaced (figures)."""
+        ...
 
     @property
     def event(self) -> Event: ...

@@ -14,21 +14,13 @@ from collections.abc import Sequence
 
 import structlog
 
-from tidegate.events import EventBody, EventSource
+from tidegate.events import FIGURES, EventBody, EventSource
 from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog, StreamFull
 from tidegate.types import Grant, JobId
 from tidegate.v1 import events_pb2
 
 RETRY_S = 1.0
 """The pause before the next try. Each try first waits for the bus's own deadline."""
-_FIGURES = (
-    events_pb2.Progress,
-    events_pb2.Backlog,
-    events_pb2.Generation,
-    events_pb2.Inferring,
-    events_pb2.Training,
-)
-"""Events whose successors replace them."""
 
 
 class Announcer:
@@ -65,7 +57,7 @@ class Announcer:
             try:
                 return await self._store(event)
             except StreamFull as full:
-                if not isinstance(body, _FIGURES):
+                if not isinstance(body, FIGURES):
                     raise
                 self._logger.warning("figures left out", id=event.id, error=str(full))
                 return None

@@ -24,9 +24,9 @@ from tidegate.runtime.cancellation import end_task
 from tidegate.v1 import events_pb2
 
 DECIDING_BYTES_PER_S = 4000.0
-"""The rate of each component: 20 kB every 5 s, for some 20 h in the 256 MiB of events that a job has by default."""
+"""The rate of each component: 20 kB every 5 s, which are some 350 MB a day in the job's `events.jsonl`."""
 WATCHING_BYTES_PER_S = 200.0
-"""The rate at which the same space lasts two weeks."""
+"""The rate at which they are 17 MB a day."""
 
 Picture: TypeAlias = events_pb2.Generation | events_pb2.Inferring | events_pb2.Training
 
@@ -35,7 +35,7 @@ Picture: TypeAlias = events_pb2.Generation | events_pb2.Inferring | events_pb2.T
 class Pace:
     """At most one picture every `every_s`, and on average no more than `bytes_per_s`.
 
-    The limit is needed because events are kept for good, and a large job's picture has some 20 kB.
+    The limit is needed because the job's folder keeps every event, and a large job's picture has some 20 kB.
     """
 
     every_s: float

@@ -126,7 +126,7 @@ class SchedulerService:
         now_ms = await self._ports.store.now_unix_ms()
         delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, now_ms))
         try:
-            if delivery is not None and delivery.sequence > before.applied_seq + 1:
+            if delivery is not None and _lacks_events_before(before, delivery):
                 # Another replica applied the events in between. If the store does not show that, `_begun` applies them.
                 self._state = None
                 before = await self._loaded()
@@ -168,7 +168,7 @@ class SchedulerService:
         return min(BEAT_S, max(0.0, (self._pace.next_decision_ms(state, now_ms) - now_ms) / 1000))
 
     async def _begun(self, state: ClusterState, delivery: EventDelivery) -> Turn:
-        missed = await self._missed(state, before=delivery.sequence)
+        missed = await self._missed(state, before=delivery.sequence) if _lacks_events_before(state, delivery) else []
         if missed:
             self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
         events: tuple[ev.Event, ...] = ()
@@ -181,8 +181,6 @@ class SchedulerService:
     async def _missed(self, state: ClusterState, *, before: int) -> list[ev.Event]:
         """The events that were acknowledged and that the state does not hold."""
         missed: list[ev.Event] = []
-        if before <= state.applied_seq + 1:
-            return missed
         async with aclosing(self._ports.events.read(self._job, after_sequence=state.applied_seq)) as events:
             async for sequence, message in events:
                 if sequence >= before:
@@ -257,3 +255,8 @@ class SchedulerService:
             # The store or the bus failed again meanwhile.
             self._log.warning("not adopted yet", error=str(error))
             await asyncio.sleep(RETRY_S)
+
+
+def _lacks_events_before(state: ClusterState, delivery: EventDelivery) -> bool:
+    """Whether there may be earlier events that the state does not hold. Sequences skip figures that were replaced."""
+    return delivery.sequence > state.applied_seq + 1 and delivery.follows != state.applied_seq

@@ -12,7 +12,7 @@ from tidegate.v1 import events_pb2
 
 
 def an_event(number: int) -> events_pb2.Event:
-    return events_pb2.Event(id=f"actor@n0/1/{number}", progress=events_pb2.Progress(phase="train", num_done=number))
+    return events_pb2.Event(id=f"actor@n0/1/{number}", failed=events_pb2.Failed(exit_status=number))
 
 
 def sequences(path: Path) -> list[int]:
@@ -27,12 +27,21 @@ def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_later_writer_knows_the_last_event_by_its_place_and_id(tmp_path: Path) -> None:
-    assert (EventFile(tmp_path / "events.jsonl").sequence, EventFile(tmp_path / "events.jsonl").event_id) == (0, "")
+    assert (EventFile(tmp_path / "events.jsonl").sequence, EventFile(tmp_path / "events.jsonl").kept) == (0, None)
     EventFile(tmp_path / "events.jsonl").append(7, an_event(3))
     again = EventFile(tmp_path / "events.jsonl")
-    assert (again.sequence, again.event_id) == (7, "actor@n0/1/3")
+    assert (again.sequence, again.kept) == (7, (7, "actor@n0/1/3"))
     again.append(8, an_event(4))
     assert sequences(tmp_path / "events.jsonl") == [7, 8]
+
+
+def test_a_figure_tells_the_writer_how_far_it_is_and_not_of_which_stream(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    figure = events_pb2.Event(id="actor@n0/1/4", progress=events_pb2.Progress(phase="train"))
+    for number, event in ((7, an_event(3)), (8, figure), (9, figure)):
+        file.append(number, event)
+    again = EventFile(tmp_path / "events.jsonl")
+    assert (again.sequence, again.kept) == (file.sequence, file.kept) == (9, (7, "actor@n0/1/3"))
 
 
 @pytest.mark.parametrize("rest", ['{"stream_sequence": "2", "ev', "\0\0\0", '{"a": 1}'])

@@ -208,6 +208,10 @@ class _WatchedDelivery:
         return self._delivery.sequence
 
     @property
+    def follows(self) -> int | None:
+        return self._delivery.follows
+
+    @property
     def event(self) -> events_pb2.Event:
         return self._delivery.event
 

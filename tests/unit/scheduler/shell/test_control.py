@@ -290,9 +290,11 @@ async def test_events_are_read_from_where_one_asks_and_followed(tmp_path: Path) 
     async with controlled(tmp_path) as of:
         announcer = of.cluster.announcer("launcher")
         for number in range(3):
-            await announcer.publish(events_pb2.Progress(num_done=number), incarnation=1)
+            await announcer.publish(events_pb2.DeadLettered(dead_letter=number), incarnation=1)
         request = control_pb2.ListEventsRequest(job=JOB, after_sequence=1)
-        got = [(each.stream_sequence, each.event.progress.num_done) async for each in of.stub.ListEvents(request)]
+        got = [
+            (each.stream_sequence, each.event.dead_lettered.dead_letter) async for each in of.stub.ListEvents(request)
+        ]
         assert got == [(2, 1), (3, 2)]
         following = of.stub.ListEvents(control_pb2.ListEventsRequest(job=JOB, after_sequence=3, follow=True))
         coming = asyncio.ensure_future(anext(aiter(following)))
