@@ -159,8 +159,8 @@ class TwoPhaseResize:
 
     async def _planned(self, resize: Resize) -> Transition:
         """The open transition. Raises ResizeAborted when it was closed while the ranks were busy."""
-        for found in await self._from_store(lambda: self._tools.transitions.transitions(self._tools.job_id)):
-            if found.id == resize.transition and found.is_open:
+        for found in await self._from_store(lambda: self._tools.transitions.current_transitions(self._tools.job_id)):
+            if found.id == resize.transition:
                 return found
         raise ResizeAborted(f"transition {resize.transition} is not open any more")
 

@@ -148,6 +148,8 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "mark_lost": lambda store: store.mark_lost(GPUS[0], Token(1, 0)),
     "reclaim": lambda store: store.reclaim(GPUS[0], Token(1, 0)),
     "transitions": lambda store: store.transitions(JOB),
+    "current_transitions": lambda store: store.current_transitions(JOB),
+    "forget_transitions": lambda store: store.forget_transitions(JOB, keep=1),
     "plan": lambda store: store.plan(start_of_actor(GPUS[0])),
     "advance": lambda store: store.advance(
         start_of_actor(GPUS[0]), GPUS[0], from_state=MoveState.PLANNED, to_state=MoveState.ACQUIRING
@@ -455,6 +457,29 @@ class TestOwnership:
         planned = await store.plan(start_of_actor(GPUS[1], name="open"))
         assert [each.id for each in await store.transitions(JOB)] == [planned.id, "start"]
         assert await store.transitions(JobId("other")) == ()
+
+    async def test_a_decision_reads_open_transitions_and_those_that_it_knew_as_open(self, store: CellStore) -> None:
+        await owned_by_actor(store, GPUS[0])
+        planned = await store.plan(start_of_actor(GPUS[1], name="open"))
+        assert await store.current_transitions(JOB) == (planned,)
+        (known, closed) = await store.current_transitions(JOB, known=["start", "open", "unknown"])
+        assert (known, closed.id, closed.outcome) == (planned, "start", Outcome.COMMITTED)
+        assert await store.current_transitions(JobId("other"), known=["start"]) == ()
+
+    async def test_older_closed_transitions_and_the_results_of_their_commands_are_forgotten(
+        self, store: CellStore
+    ) -> None:
+        for number in (9, 10, 11):
+            planned = await store.plan(start_of_actor(GPUS[0], name=f"{JOB}/1/t{number}"))
+            await store.close(planned, Outcome.ABORTED)
+            await store.remember(JOB, CommandId(f"{JOB}/1/t{number}/acquire/a0"), b"done")
+        opened = await store.plan(start_of_actor(GPUS[1], name=f"{JOB}/1/t1"))
+        for _ in range(2):
+            await store.forget_transitions(JOB, keep=2)
+            kept = [each.id for each in await store.transitions(JOB)]
+            assert kept == [opened.id, f"{JOB}/1/t10", f"{JOB}/1/t11"]
+        found = [await store.recall(JOB, CommandId(f"{JOB}/1/t{number}/acquire/a0")) for number in (9, 10)]
+        assert found == [None, b"done"]
 
 
 class TestLeases:

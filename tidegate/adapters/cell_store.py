@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,9 +35,10 @@ from tidegate.ownership.records import (
     decode_gpu,
     decode_transition,
     encode_gpu,
+    transition_number,
 )
 from tidegate.ports.store import Identity, JobState, LeadRecord, StoreContents
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token
+from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
 
 T = TypeVar("T")
 
@@ -116,6 +117,23 @@ class CellStore:
         reading = await self._read(tables=("open", f"closed:{job}"))
         found = [decode_transition(each) for table in reading.tables.values() for each in table.values()]
         return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
+
+    async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
+        cells = tuple(tables.closed_cell(job, each) for each in sorted(known))
+        reading = await self._read(tables=("open",), cells=cells)
+        texts = [*reading.tables["open"].values(), *(text for text in reading.cells.values() if text is not None)]
+        found = [decode_transition(text) for text in texts]
+        return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
+
+    async def forget_transitions(self, job: JobId, *, keep: int) -> None:
+        closed, commands = f"closed:{job}", f"commands:{job}"
+        reading = await self._read(tables=(closed, commands))
+        in_order = sorted((TransitionId(each) for each in reading.tables[closed]), key=transition_number)
+        old = in_order[: max(0, len(in_order) - keep)]
+        results = [each for each in reading.tables[commands] for name in old if each.startswith(f"{name}/")]
+        cells = (*(tables.closed_cell(job, each) for each in old), *(Cell(commands, each) for each in results))
+        if cells:
+            await self._write(cells, lambda _: (dict.fromkeys(cells), None))
 
     async def plan(self, transition: Transition) -> Transition:
         def decide(reading: Reading) -> tuple[Writes, Transition]:

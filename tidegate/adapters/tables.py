@@ -3,7 +3,7 @@
 Tables:
 - `gpus`: the ownership map;
 - `open`: the open transitions of all jobs;
-- `closed:<job>`: the closed transitions of a job;
+- `closed:<job>`: the last closed transitions of a job;
 - `states`: one state for each job;
 - `leads:<job>`, `leases`, `commands:<job>`, `boots`.
 
@@ -27,7 +27,7 @@ from tidegate.ownership.records import (
     encode_transition,
 )
 from tidegate.ports.store import JobState, LeadRecord
-from tidegate.types import GpuId, JobId, Role
+from tidegate.types import GpuId, JobId, Role, TransitionId
 
 RESIGNED = 0
 """The value of `expires_unix_ms` after a lead resigned. The record stays, because it holds the epoch."""
@@ -49,17 +49,17 @@ def open_cell(transition: Transition) -> Cell:
     return Cell("open", transition.id)
 
 
-def closed_cell(transition: Transition) -> Cell:
-    return Cell(f"closed:{transition.job}", transition.id)
+def closed_cell(job: JobId, transition: TransitionId) -> Cell:
+    return Cell(f"closed:{job}", transition)
 
 
 def transition_cells(transition: Transition) -> tuple[Cell, ...]:
     gpus = tuple(gpu_cell(move.gpu) for move in transition.moves)
-    return (open_cell(transition), closed_cell(transition), *gpus)
+    return (open_cell(transition), closed_cell(transition.job, transition.id), *gpus)
 
 
 def read_transition(reading: Reading, transition: Transition) -> Transition | None:
-    found = reading.cells[open_cell(transition)] or reading.cells[closed_cell(transition)]
+    found = reading.cells[open_cell(transition)] or reading.cells[closed_cell(transition.job, transition.id)]
     return None if found is None else decode_transition(found)
 
 
@@ -110,4 +110,4 @@ def write_transition(transition: Transition) -> Writes:
     encoded = encode_transition(transition)
     if transition.is_open:
         return {open_cell(transition): encoded}
-    return {open_cell(transition): None, closed_cell(transition): encoded}
+    return {open_cell(transition): None, closed_cell(transition.job, transition.id): encoded}

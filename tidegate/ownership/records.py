@@ -270,6 +270,12 @@ class Transition:
         return replace(self, parts=tuple(part if each.role is part.role else each for each in self.parts))
 
 
+def transition_number(name: TransitionId) -> int:
+    """The k of `<job>/<incarnation>/t<k>`; 0 for an id of another form."""
+    text = name.rpartition("/t")[2]
+    return int(text) if text.isdecimal() else 0
+
+
 def encode_gpu(record: GpuRecord) -> bytes:
     return _encode(record)
 

@@ -17,11 +17,12 @@ What a caller does after a failure:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate.ownership.records import GpuRecord, MoveState, Outcome, Transition
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token
+from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,15 @@ class OwnershipMap(Protocol):
 
 class Transitions(Protocol):
     async def transitions(self, job: JobId) -> tuple[Transition, ...]:
-        """All of the job's transitions, open and closed, by id."""
+        """The job's open transitions, and the closed ones that are kept, by id."""
+        ...
+
+    async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
+        """The job's open transitions, and those of `known` that were closed, by id. It reads no other closed one."""
+        ...
+
+    async def forget_transitions(self, job: JobId, *, keep: int) -> None:
+        """Drops the closed transitions but the `keep` last ones by number, and the results of their commands."""
         ...
 
     async def plan(self, transition: Transition) -> Transition:

@@ -20,7 +20,7 @@ from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_ac
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Component, role_of_instance
-from tidegate.ownership.records import GpuState, Part, PartKind, PartState, Transition
+from tidegate.ownership.records import GpuState, Part, PartKind, PartState, Transition, transition_number
 from tidegate.types import Grant, Role, TransitionId, node_of
 
 
@@ -59,9 +59,7 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
 
 
 def _index(transition: Transition) -> int:
-    """The k of `<job>/<incarnation>/t<k>`; 0 for an id of another form."""
-    text = transition.id.rpartition("/t")[2]
-    return int(text) if text.isdecimal() else 0
+    return transition_number(transition.id)
 
 
 def transition_id(state: ClusterState) -> TransitionId:

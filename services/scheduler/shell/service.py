@@ -41,7 +41,13 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from tidegate.codec import WireError
 from tidegate.ownership.adoption import GateReports, adopt
-from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, VersionConflict
+from tidegate.ownership.records import (
+    StoreNotAdopted,
+    StoreUnavailable,
+    Transition,
+    VersionConflict,
+    transition_number,
+)
 from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, EventLog, TermRegister
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
@@ -51,6 +57,10 @@ from tidegate.v1 import events_pb2
 
 BEAT_S = 1.0
 """Period at which leases are read. The report of an expiry is late by at most this."""
+KEPT_TRANSITIONS = 256
+"""Closed transitions that the store keeps: far more than a lead or a replica can be behind."""
+FORGET_EVERY = 64
+"""Transitions from one removal of older ones to the next. It reads all that are kept."""
 RETRY_S = 0.2
 """Pause after a call that the store or the bus did not answer."""
 
@@ -201,8 +211,16 @@ class SchedulerService:
         gpus = await self._ports.store.gpus()
         return ev.OwnershipObserved(
             gpus=tuple(gpus[gpu] for gpu in slots),
-            transitions=await self._ports.store.transitions(self._job),
+            transitions=await self._transitions(state),
         )
+
+    async def _transitions(self, state: ClusterState) -> tuple[Transition, ...]:
+        """Those that are open, and those that the state has as open. No other one can have changed: the command that
+        closes a transition is made from a written state that has it as open."""
+        if not state.num_transitions:
+            # After the loss of the state: no number may be used again.
+            return await self._ports.store.transitions(self._job)
+        return await self._ports.store.current_transitions(self._job, known=state.transitions)
 
     async def _look_at_leases(self, state: ClusterState) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -230,6 +248,9 @@ class SchedulerService:
         self._state = after
         if delivery is not None:
             await delivery.ack()
+        ended = set(made.before.transitions).difference(after.transitions)
+        if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
+            await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
 
     def _log_reason(self, decision: Decision) -> None:
         """Log the reason if it has changed."""

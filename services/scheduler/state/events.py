@@ -189,7 +189,8 @@ class CommandAnswered:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipObserved:
-    """The store's records of the placement's GPUs, and all transitions of the job, open and closed."""
+    """The store's records of the placement's GPUs, and the job's transitions: all that are open, and those that the
+    state has as open and that were closed."""
 
     gpus: tuple[GpuRecord, ...]
     transitions: tuple[Transition, ...]
