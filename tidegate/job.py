@@ -68,6 +68,11 @@ class JobFolder:
         return self.root / "events.jsonl"
 
     @property
+    def moves(self) -> Path:
+        """The log of the scheduler's decisions and moves (`tidegate.moves_log`)."""
+        return self.root / "moves.jsonl"
+
+    @property
     def readme(self) -> Path:
         """Says what each file of the folder is."""
         return self.root / "README.txt"

@@ -25,6 +25,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
 from tidegate.logs import configure_logging
+from tidegate.moves_log import MovesLog
 from tidegate.ownership.adoption import adopt
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
@@ -54,7 +55,8 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)
-        ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports)
+        record = MovesLog(folder.moves).append
+        ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports, record)
         # Only a resize needs the job's model and tokenizer, so they are read at the first one.
         loaded = functools.cache(functools.partial(load_job, config))
         decide_every_s = config.scheduler.decide_every_s

@@ -22,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.decide.expectations import due, issued
 from services.scheduler.decide.iteration_commands import needed_iteration_commands
@@ -43,20 +43,22 @@ Propose = Callable[[ClusterState, Policy, int], PolicyAnswer]
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`commands` are in the order in which to issue them. `waiting` are the keys of commands that were issued before
-    and are still needed. `ask_at_ms` is the time at which to ask the policy again if no event comes before."""
+    and are still needed. `ask_at_ms` is the time at which to ask the policy again if no event comes before. `answer` is
+    what the decision rests on, for the job's log of decisions."""
 
     commands: tuple[cmd.Command, ...]
     waiting: tuple[str, ...]
     reason: str
     remembered: Remembered
     ask_at_ms: int | None = None
+    answer: PolicyAnswer | None = field(default=None, compare=False, repr=False)
 
 
 def decide(state: ClusterState, now_ms: int, *, policy: Policy, propose: Propose = proposal_of) -> Decision:
     state = noted(state, now_ms)
     answer = propose(state, policy, now_ms)
     decision = decision_on(state, answer.proposal, now_ms)
-    return replace(decision, remembered=answer.remembered, ask_at_ms=answer.ask_at_ms)
+    return replace(decision, remembered=answer.remembered, ask_at_ms=answer.ask_at_ms, answer=answer)
 
 
 def after_decision(state: ClusterState, decision: Decision, now_ms: int) -> ClusterState:

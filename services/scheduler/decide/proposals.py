@@ -30,12 +30,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.decide.homes import Home, home_of, without
 from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.policy import Policy, Proposal
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import node_of_instance
 from services.scheduler.state.layouts import engine_size, replica_size, with_dp
@@ -45,13 +45,22 @@ from tidegate.types import GpuId, Role, node_of
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """What the policy looked at, and what it answered: for the job's log of decisions."""
+
+    situation: Situation
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyAnswer:
     """A proposal and the policy's memory after it. `ask_at_ms` is the time at which to ask the policy again if no event
-    comes before."""
+    comes before. `weighed` is None where the policy was not asked."""
 
     proposal: Proposal
     remembered: Remembered
     ask_at_ms: int | None = None
+    weighed: Weighed | None = field(default=None, compare=False, repr=False)
 
 
 def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswer:
@@ -95,6 +104,7 @@ def answer_of(
         proposal,
         remembered=replace(remembered, trains=trains),
         ask_at_ms=choice.ask_at_ms if is_later else None,
+        weighed=Weighed(situation, choice),
     )
 
 

@@ -158,6 +158,15 @@ def _counting(situation: Situation) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """What a policy weighed, for people to read. `end_s`: seconds until the forecast end of the iteration."""
+
+    what: str
+    end_s: float
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A policy's answer.
 
@@ -166,6 +175,7 @@ class Choice:
     group_order: the order in which prompts go to engines, those that an engine hands back included; empty leaves it.
     ask_at_ms: when the policy wants to be asked again if nothing happens before.
     ends_at_ms: when it expects the iteration to end, for people to read.
+    alternatives: what it weighed, the chosen one among them; empty where it weighed nothing by a forecast.
     """
 
     assignment: Assignment
@@ -175,6 +185,7 @@ class Choice:
     group_order: tuple[int, ...] = ()
     ask_at_ms: int | None = None
     ends_at_ms: int | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     def remembered(self, situation: Situation) -> Remembered:
         """What the state keeps of the choice."""

@@ -24,12 +24,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
 import structlog
 
+from services.scheduler.decide.chronicle import Chronicle, Line, chronicle
 from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.pacing import Pace
 from services.scheduler.decide.turn import Turn, begin, checked, finish
@@ -74,6 +75,8 @@ class SchedulerPorts:
     announcer: Announcer
     issuer: Issuer
     ask_gates: Callable[[ClusterState | None], Awaitable[GateReports]]
+    record: Callable[[Sequence[Line]], None]
+    """Appends lines to the job's log of decisions and moves. OSError."""
 
 
 class SchedulerService:
@@ -89,6 +92,7 @@ class SchedulerService:
         self._state: ClusterState | None = None
         self._written = JobState(payload=b"", write=0, version=0)
         self._reason = ""
+        self._chronicle = Chronicle()
         self._next_beat_s = 0.0
         self._log = structlog.get_logger("scheduler")
 
@@ -158,6 +162,7 @@ class SchedulerService:
         made = finish(begun, now_ms, self._policy, observed=observed, pace=self._pace)
         await self._look_at_leases(made.folded)
         await self._write(made, delivery)
+        self._record(chronicle(made, now_ms, before=self._chronicle, observed=observed))
         if made.decision is not None:
             self._pace = replace(self._pace, decided_ms=now_ms)
             self._log_reason(made.decision)
@@ -251,6 +256,14 @@ class SchedulerService:
         ended = set(made.before.transitions).difference(after.transitions)
         if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
             await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
+
+    def _record(self, happened: Chronicle) -> None:
+        """After the state is written: what a replica that lost the race decided never happened."""
+        self._chronicle = happened
+        try:
+            self._ports.record(happened.lines)
+        except OSError as error:  # the log only explains: go on without these lines
+            self._log.warning("moves not recorded", error=str(error))
 
     def _log_reason(self, decision: Decision) -> None:
         """Log the reason if it has changed."""

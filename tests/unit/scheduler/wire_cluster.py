@@ -26,6 +26,7 @@ from tidegate.adapters.tables import state_cell
 from tidegate.codec import decode_grants, fate_of
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
+from tidegate.moves_log import MovesLog
 from tidegate.ownership.records import GpuRecord
 from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
 from tidegate.ports.store import JobState
@@ -45,6 +46,7 @@ class WireCluster:
     bus: MemoryBus
     server: MemoryServer
     changes: Changes
+    moves: Path
     sent: list[Request] = field(default_factory=list)
     decide_every_s: float = 1.0
     does_iterations: bool = True
@@ -93,7 +95,10 @@ class WireCluster:
         consumer = await self.bus.events.consumer(JOB, "scheduler", on_dead_letter=announcer.publish_dead_letter)
         issuer = Issuer(store, announcer, send=self.send, ask_gate=self.ask_gate)
         watched = _WatchedConsumer(consumer, self)
-        ports = SchedulerPorts(store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports)
+        record = MovesLog(self.moves).append
+        ports = SchedulerPorts(
+            store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports, record
+        )
         return SchedulerService(
             JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start
         )
@@ -235,7 +240,7 @@ async def wire_cluster(tmp_path: Path, *, adopted: bool = True) -> AsyncIterator
     if adopted:
         server.adopt(1)
         await bus.term.advance(expected_revision=0, term=1)
-    yield WireCluster(job_config(tmp_path), bus, server, Changes())
+    yield WireCluster(job_config(tmp_path), bus, server, Changes(), tmp_path / "moves.jsonl")
 
 
 @asynccontextmanager

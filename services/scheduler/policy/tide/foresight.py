@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Alternative, Situation
 from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
@@ -91,10 +91,12 @@ class Foresight:
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
-            return search(forecast, known, rounds=1)
+            found = search(forecast, known, rounds=1)
+            return replace(found, weighed=(alternative("the plan, improved", found, is_chosen=True),))
         coarse = family(cluster, num_left, forecast.span_s)
         begin = coarse if known is None else Plans.of(known, coarse)
         found = search(forecast, begin, rounds=self.rules.rounds)
+        found = replace(found, weighed=(alternative(_told(found), found, is_chosen=True),))
         found = self._or_stay(forecast, found) if is_move else found
         can_lend = memory.is_begun and cluster.num_trainer_gpus > 0
         can_wait = situation.num_unfinished and can_lend and num_left == 1
@@ -108,14 +110,15 @@ class Foresight:
         lent: Found,
         *,
         order: tuple[int, ...] = (),
-    ) -> Found | None:
-        """The plan of an iteration that opens at home, with the trainer on its GPUs for its first minibatch.
+    ) -> tuple[Found, bool]:
+        """The plan of an iteration that opens, and whether it opens at home, with the trainer on its GPUs for its first
+        minibatch.
 
-        `lent`: the plan that lends the rollout all GPUs. None where its score is lower by more than the least gain of
-        lending (`_lending_s`).
+        `lent`: the plan that lends the rollout all GPUs. It is taken where its score is lower by more than the least
+        gain of lending (`_lending_s`).
         """
         if home.trainer is None:
-            return None
+            return lent, False
         cluster = replace(
             cluster_of(situation, home, there),
             num_trainer_gpus=len(home.trainer.gpus),
@@ -126,7 +129,8 @@ class Foresight:
         later = Plans(np.zeros(1), lent.plan.trainer[:, 1:], lent.plan.inference[:, 1:])
         coarse = family(cluster, later.trainer.shape[1], forecast.span_s)
         found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
-        return None if lent.score_s < found.score_s - self._lending_s(forecast, lent.plan) else found
+        is_kept = not lent.score_s < found.score_s - self._lending_s(forecast, lent.plan)
+        return _of_two(lent, found, "every component at home", is_other=is_kept), is_kept
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
         final = final_lengths(situation.generation, situation.lengths)
@@ -144,17 +148,22 @@ class Foresight:
         trainer[0, 0], inference[0, 0] = cluster.num_trainer_gpus, cluster.num_inference_gpus
         stays = best_of(forecast, Plans(found.plan.start_s, trainer, inference))
         now, then = cluster.units(np.array([cluster.num_trainer_gpus, found.plan.trainer[0, 0]]))
-        return stays if stays.score_s <= found.score_s + self._least_s(float(cluster.switch_s[now, then])) else found
+        least_s = self._least_s(float(cluster.switch_s[now, then]))
+        does_stay = stays.score_s <= found.score_s + least_s
+        what = f"the trainer stays on {cluster.num_trainer_gpus} GPUs (a move must gain {least_s:.1f} s)"
+        return _of_two(found, stays, what, is_other=does_stay)
 
     def _or_wait(self, forecast: Forecast, found: Found) -> Found:
         """The plan, or, where lending the trainer's GPUs pays, one whose last minibatch, which is next, waits for the
         end of the rollout."""
         waits = best_of(forecast, replace(found.plan, waits=True))
+        what = "the last minibatch waits, and its GPUs generate"
         if waits.score_s > found.score_s * WORTH_SEARCHING:
-            return found
+            return _of_two(found, waits, what, is_other=False)
         waits = search(forecast, waits.plan, rounds=self.rules.rounds)
         if not waits.end_s < found.end_s - self._lending_s(forecast, waits.plan):
-            return found
+            return _of_two(found, waits, what, is_other=False)
+        waits = _of_two(found, waits, what, is_other=True)
         cluster = forecast.cluster
         num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
         start_s = np.array([forecast.over_s(num_engines)])
@@ -169,6 +178,23 @@ class Foresight:
 
     def _least_s(self, move_s: float) -> float:
         return max(self.rules.least_gain_s, self.rules.least_payback * move_s)
+
+
+def alternative(what: str, found: Found, *, is_chosen: bool) -> Alternative:
+    return Alternative(what, min(found.end_s, FAR_S), is_chosen)
+
+
+def _told(found: Found) -> str:
+    """A plan that was searched, in short."""
+    trainer = ", ".join(str(int(gpus)) for gpus in found.plan.trainer[0])
+    return f"the trainer starts in {float(found.plan.start_s[0]):.0f} s on {trainer} GPUs"
+
+
+def _of_two(found: Found, other: Found, what: str, *, is_other: bool) -> Found:
+    """The one that is taken, with both in what it was compared with."""
+    before = tuple(replace(each, is_chosen=each.is_chosen and not is_other) for each in found.weighed)
+    weighed = (*before, alternative(what, other, is_chosen=is_other))
+    return replace(other if is_other else found, weighed=weighed)
 
 
 def num_to_come(situation: Situation) -> int:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.scheduler.policy.situation import Alternative
 from services.scheduler.policy.tide.cluster import Cluster, Plans
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.state.observed import Ints
@@ -53,11 +54,12 @@ Without the second term 48 GPUs with 64 prompts of 900 tokens took up to 8 % lon
 
 @dataclass(frozen=True)
 class Found:
-    """One plan, the seconds from now until its end, and its score."""
+    """One plan, the seconds from now until its end, and its score. `weighed`: what it was compared with, for people."""
 
     plan: Plans
     end_s: float
     score_s: float
+    weighed: tuple[Alternative, ...] = ()
 
 
 def best_of(forecast: Forecast, plans: Plans) -> Found:

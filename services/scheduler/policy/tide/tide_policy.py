@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.policy.situation import Choice, Situation, Split
+from services.scheduler.policy.situation import Alternative, Choice, Situation, Split
 from services.scheduler.policy.tide.cluster import can_train, fitting, gpus_there, unit_size
 from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
 from services.scheduler.policy.tide.memory import TideMemory
@@ -77,15 +77,18 @@ class TidePolicy:
         order = short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
         found = foresight.plan(situation, assigned, memory, there, is_move=False, order=order)
-        kept = foresight.kept(situation, home, there, found, order=order) if home else None
-        if home is not None and kept is not None:
-            memory = replace(memory, is_begun=True, num_answered=1, plan=planned(situation, kept))
-            reason = f"lending the trainer's GPUs would not pay; the end in {kept.end_s:.0f} s"
-            return _chosen(situation, home, memory, reason, order=order)
+        is_kept = False
+        if home is not None:
+            found, is_kept = foresight.kept(situation, home, there, found, order=order)
+        if home is not None and is_kept:
+            memory = replace(memory, is_begun=True, num_answered=1, plan=planned(situation, found))
+            reason = f"lending the trainer's GPUs would not pay; the end in {found.end_s:.0f} s"
+            return replace(_chosen(situation, home, memory, reason, order=order), alternatives=found.weighed)
         memory = replace(memory, plan=planned(situation, found))
         reason = f"every GPU generates; {_described(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
-        return _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
+        choice = _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
+        return replace(choice, alternatives=found.weighed)
 
     def _taken_up(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
         """The first choice in an iteration in which the trainer has trained already: it starts from the present
@@ -113,14 +116,17 @@ class TidePolicy:
         if not can_train(situation, len(there)):
             return _chosen(situation, assigned, memory, f"{len(there)} GPUs, too few for a copy of the trainer")
         is_due = not situation.num_unfinished or _is_due(situation, memory)
+        weighed: tuple[Alternative, ...] = ()
         if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
-            memory = self._planned(situation, assigned, memory, there, is_move=is_due)
+            memory, weighed = self._planned(situation, assigned, memory, there, is_move=is_due)
         starts_in_s = _starts_in_s(situation, memory)
         # A start that is due is searched for more widely, and a later start may turn out to be better.
         if is_due and (starts_in_s <= SOON_S or not situation.num_unfinished):
-            return self._moved(situation, assigned, memory, there, "the trainer starts")
+            choice = self._moved(situation, assigned, memory, there, "the trainer starts")
+            return replace(choice, alternatives=weighed)
         reason = _described(situation, memory)
-        return _chosen(situation, assigned, memory, reason, ask_in_s=max(starts_in_s, SOON_S))
+        choice = _chosen(situation, assigned, memory, reason, ask_in_s=max(starts_in_s, SOON_S))
+        return replace(choice, alternatives=weighed)
 
     def _planned(
         self,
@@ -130,9 +136,9 @@ class TidePolicy:
         there: tuple[GpuId, ...],
         *,
         is_move: bool,
-    ) -> TideMemory:
+    ) -> tuple[TideMemory, tuple[Alternative, ...]]:
         found = Foresight(self.rules).plan(situation, assigned, memory, there, is_move=is_move)
-        return replace(memory, plan=planned(situation, found))
+        return replace(memory, plan=planned(situation, found)), found.weighed
 
     def _is_fresh(self, situation: Situation, memory: TideMemory) -> bool:
         """Whether a new plan would hardly differ from this one."""
@@ -156,11 +162,12 @@ class TidePolicy:
             if ahead_s > 0:
                 reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
                 return _chosen(situation, assigned, memory, reason, ask_in_s=ahead_s)
-        memory = self._planned(situation, assigned, memory, there, is_move=True)
+        memory, weighed = self._planned(situation, assigned, memory, there, is_move=True)
         assert memory.plan is not None, "it was just made"
         if memory.plan.waits:
-            return self._waiting(situation, assigned, memory, there)
-        return self._moved(situation, assigned, memory, there, f"minibatch {coming} is next")
+            return replace(self._waiting(situation, assigned, memory, there), alternatives=weighed)
+        choice = self._moved(situation, assigned, memory, there, f"minibatch {coming} is next")
+        return replace(choice, alternatives=weighed)
 
     def _moved(
         self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...], why: str

@@ -17,6 +17,7 @@ from services.scheduler.state.observed import Pictures, Training
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.adapters.cells import Cell
+from tidegate.moves_log import read_moves
 from tidegate.ports.bus import EventDelivery
 from tidegate.ports.store import Identity
 from tidegate.types import Role, instance_id
@@ -70,6 +71,28 @@ async def test_a_job_goes_on_from_one_structural_event_to_the_next_however_seldo
 ) -> None:
     async with wire_cluster(tmp_path) as of:
         of.decide_every_s = 3600.0
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+
+
+async def test_a_job_leaves_a_log_of_its_decisions_moves_and_iterations(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+        lines = read_moves(of.moves)
+    reported = [line["iteration"] for line in lines if line["kind"] == "reported"]
+    assert reported == list(range(NUM_ITERATIONS))
+    closed = [(line["parts"][0]["role"], line["parts"][0]["kind"]) for line in lines if line["kind"] == "closed"]
+    assert sorted(closed) == sorted((role, kind) for role in Role for kind in ("start", "stop"))
+
+
+async def test_a_log_that_cannot_be_written_stops_no_job(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.moves.mkdir()
         await of.boot()
         await of.submit()
         async with running(await of.replica()):

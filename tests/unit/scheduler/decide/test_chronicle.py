@@ -1,0 +1,79 @@
+"""What the turns of recorded histories leave for people."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.scheduler.decide.chronicle import Chronicle, Line, chronicle
+from services.scheduler.decide.turn import turn
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState
+from simulator.cluster import JOB as SIMULATED
+from tests.replay.recorded import HISTORIES, LIVED, POLICIES, read
+from tests.unit.scheduler.fake_parts import JOB
+
+
+def lines_of(name: str) -> list[Line]:
+    """The lines of a recorded history."""
+    state, before, lines = ClusterState(job=JOB if name in LIVED else SIMULATED), Chronicle(), list[Line]()
+    events: list[ev.Event] = []
+    for step in read(HISTORIES[name]):
+        if step.event is not None:
+            events.append(step.event)
+            continue
+        made = turn(state, step.at_ms, POLICIES[name], events=events)
+        seen = [event.body for event in events if isinstance(event.body, ev.OwnershipObserved)]
+        before = chronicle(made, step.at_ms, before=before, observed=seen[-1] if seen else None)
+        lines += before.lines
+        state, events = made.after, []
+    return lines
+
+
+@pytest.mark.parametrize("name", ["tide", "moves"])
+def test_the_same_turns_leave_the_same_lines(name: str) -> None:
+    lines = lines_of(name)
+    assert lines == lines_of(name)
+    assert json.loads(json.dumps(lines)) == lines
+
+
+@pytest.mark.parametrize("name", ["tide", "rlinf", "moves"])
+def test_each_transition_is_planned_by_a_decision_goes_its_steps_and_is_closed_once(name: str) -> None:
+    lines = lines_of(name)
+    planned = [each["transition"] for line in lines if line["kind"] == "decision" for each in line["planned"]]
+    closed = [line["transition"] for line in lines if line["kind"] == "closed"]
+    assert len(planned) == len(set(planned)) > 6
+    assert len(closed) == len(set(closed))
+    assert set(closed) <= set(planned)
+    assert len(closed) >= len(planned) - 3, "a history may end with open ones"
+    for each in closed:
+        steps = [line for line in lines if line["kind"] == "step" and line["transition"] == each]
+        assert steps[0]["at_ms"] <= steps[-1]["at_ms"]
+        assert "planned" in steps[0]["states"], "the first look at it"
+
+
+def test_a_decision_of_tide_has_its_inputs_and_the_alternatives_with_the_chosen_one_among_them() -> None:
+    decisions = [line for line in lines_of("tide") if line["kind"] == "decision"]
+    weighed = [line for line in decisions if line.get("alternatives")]
+    assert weighed
+    for line in weighed:
+        assert [each["is_chosen"] for each in line["alternatives"]].count(True) == 1
+        assert line["situation"]["sequences"] > 0
+        chosen = next(each["end_s"] for each in line["alternatives"] if each["is_chosen"])
+        assert line["forecast_end_ms"] == pytest.approx(line["at_ms"] + 1000 * chosen, abs=2)
+    compared = [line for line in weighed if len(line["alternatives"]) > 1]
+    assert {each["what"] for line in compared for each in line["alternatives"]} >= {"every component at home"}
+
+
+def test_a_decision_like_the_one_before_leaves_no_line() -> None:
+    decisions = [line for line in lines_of("tide") if line["kind"] == "decision"]
+    num_asked = sum(step.event is None for step in read(HISTORIES["tide"]))
+    assert len(decisions) < num_asked / 3
+
+
+def test_an_iteration_opens_and_is_reported_once() -> None:
+    lines = [line for line in lines_of("deaths") if line["kind"] in ("opened", "reported")]
+    found = [(line["kind"], line["incarnation"], line["iteration"]) for line in lines]
+    assert len(found) == len(set(found))
+    assert {each[2] for each in found if each[0] == "reported"} == {0, 1, 2}
