@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,12 +22,15 @@ from pathlib import Path
 
 from cli import job_commands, scaling
 from cli.completion import bash_script
-from cli.jobs import UnknownJob
+from cli.jobs import UnknownJob, job_folder
 from cli.rows import Form
 from cli.scaling import NotResized
 from cli.selection import Selection, add_flags
 from cli.simulation import arguments as simulation
+from cli.timeline import TimelineForm, timeline_text
+from cli.top import top
 from cli.usage import BadUsage, Parser, seed
+from cli.why import Question, why
 from tidegate.config.base import MAX_GPUS
 from tidegate.config.job_config import ConfigError
 from tidegate.launcher.control import NotRunning
@@ -86,7 +89,12 @@ def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespac
 def _run(args: argparse.Namespace) -> int:
     if args.command in simulation.COMMANDS:
         return simulation.answer(args)
-    form, output_dir = Form(args.form), Path(args.output_dir or "").resolve()
+    output_dir = Path(args.output_dir or "").resolve()
+    if args.command == "timeline":
+        folder = job_folder(output_dir, args.job)
+        print(timeline_text(folder, TimelineForm(args.form), attempt=args.attempt))
+        return 0
+    form = Form(args.form)
     match args.command:
         case "demo" | "run":
             # Import here: running a job needs a second of imports, which the other commands must not pay.
@@ -115,7 +123,14 @@ def _run(args: argparse.Namespace) -> int:
         case "cancel":
             return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
-            return asyncio.run(scaling.scale(args.job, args.layout, args.gpus, output_dir, form, wait=args.wait))
+            return asyncio.run(
+                scaling.scale(args.job, args.layout or args.actor, args.gpus, output_dir, form, wait=args.wait)
+            )
+        case "why":
+            question = Question(gpu=args.gpu, transition=args.transition, iteration=args.iteration)
+            return why(job_folder(output_dir, args.job), question, form)
+        case "top":
+            return asyncio.run(top(job_folder(output_dir, args.job), form, once=args.once))
         case "deadletter":
             return asyncio.run(job_commands.settle_dead_letter(args.verb, args.job, args.id, output_dir, form))
     raise AssertionError(f"argparse accepted {args.command!r}")
@@ -175,8 +190,11 @@ def _parser() -> Parser:
         add_flags(commands.choices[name], of_events=name == "events")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="a text that stands with the job's end")
+    _add_explaining(command, commands)
     scale = commands.choices["scale"]
-    scale.add_argument("--layout", type=_layout, required=True, metavar="AXES", help="such as tp=2,dp=2; others are 1")
+    place = scale.add_mutually_exclusive_group(required=True)
+    place.add_argument("--layout", type=_layout, metavar="AXES", help="such as tp=2,dp=2; others are 1")
+    place.add_argument("--actor", type=_size, metavar="N", help="on N GPUs, in copies like the present ones")
     scale.add_argument(
         "--gpus",
         type=_gpus,
@@ -195,6 +213,46 @@ def _parser() -> Parser:
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
     return parser
+
+
+def _add_explaining(
+    command: Callable[[str, str], argparse.ArgumentParser], commands: argparse._SubParsersAction[Parser]
+) -> None:
+    """The commands that show how a job's GPUs move."""
+    asked = command("why", "Show why GPUs moved: inputs, alternatives with forecasts, the choice, what came of it.")
+    asked.add_argument("job", metavar="JOB")
+    which = asked.add_mutually_exclusive_group()
+    which.add_argument("--gpu", metavar="N", help="decisions that moved this GPU, such as n0/3 or 3")
+    which.add_argument("--transition", metavar="ID", help="the decision of this transition, such as t7")
+    which.add_argument("--iteration", type=_count, metavar="I", help="decisions of this iteration (default: the last)")
+    live = command("top", "Show who has which GPU, backlog, rates and the last moves, live.")
+    live.add_argument("job", metavar="JOB")
+    live.add_argument("--once", action="store_true", help="print it once; so it is where the output is no terminal")
+    about = "Write what each GPU did and when, one lane a GPU."
+    lanes = commands.add_parser("timeline", help=about, description=about)
+    lanes.add_argument("job", metavar="JOB")
+    lanes.add_argument(
+        "-o",
+        dest="form",
+        choices=[form.value for form in TimelineForm],
+        default=TimelineForm.PERFETTO.value,
+        help="a trace for ui.perfetto.dev (default), a page that needs nothing besides itself, or JSON",
+    )
+    lanes.add_argument("--attempt", type=_count, metavar="N", help="the job's start N (default: the last)")
+    where = "the folder of the jobs' folders, relative to the one you type this in (default: jobs)"
+    lanes.add_argument("--output-dir", default="jobs", help=where)
+
+
+def _size(text: str) -> int:
+    if not (_NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_GPUS):
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number of GPUs from 1 to {MAX_GPUS:,}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number of at most nine digits")
+    return int(text)
 
 
 def _version() -> str:

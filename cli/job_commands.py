@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from cli import job_streams, jobs
 from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
+from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
 from cli.rows import Form, Row, answer_text, show, table, written
 from cli.selection import Selection
 from tidegate.config.files import load_sources, sources_of
@@ -84,7 +85,9 @@ def prune(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 async def describe(job: str, output_dir: Path, form: Form) -> int:
     found = await jobs.describe(jobs.job_folder(output_dir, job))
-    rows, status = jobs.iteration_rows(found), found.status
+    moves = moves_of(jobs.job_folder(output_dir, job))
+    rows, status = [moves.with_moves(row) for row in jobs.iteration_rows(found)], found.status
+    move_rows = [each.row() for each in moves.moves if each.is_move][-MOST_MOVES:]
     evaluations = jobs.evaluation_rows(job, status)
     state, message = found.state, found.message
     if form is not Form.TABLE:
@@ -99,6 +102,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
             "iterations": rows,
             "evaluations": evaluations,
             "summary": jobs.summary_row(found.outcome) if found.outcome else None,
+            "moves": moves.summary() | {"last": move_rows},
         }
         print(written(description, form))
         return 0
@@ -112,9 +116,12 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
         (jobs.component_rows(status), jobs.COMPONENT_COLUMNS),
         (rows, jobs.ITERATION_COLUMNS),
         (evaluations, jobs.evaluation_columns(evaluations, of_several=False)),
+        (move_rows, MOVE_COLUMNS),
     ):
         if part:
             print(f"\n{table(part, columns)}")
+    if move_rows:
+        print(f"\n{moves.line()}")
     return 0
 
 

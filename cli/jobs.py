@@ -39,6 +39,8 @@ ITERATION_COLUMNS = (
     "samples_trained",
     "samples_filtered",
     "seconds",
+    "moves",
+    "switch_s",
 )
 LEARNING_RATE = (
     "lr",

@@ -17,6 +17,7 @@ from typing import Any
 
 from cli import jobs
 from cli.config_text import yaml_with_origins
+from cli.moves import moves_of
 from cli.rows import Form, cut_table, table, written
 from cli.views import UnfailingStream, make_view
 from tidegate.config.files import Sources, load_sources, sources_of
@@ -46,7 +47,7 @@ def demo(args: argparse.Namespace, form: Form) -> int:
     start = Start.RESUME if args.resume else Start.FORCE
     outcome = _run(_request(config, start, command, fresh_flags=[]))
     if form is Form.TABLE:
-        _print_tables(outcome)
+        _print_tables(outcome, JobFolder.of(config))
     print(written(jobs.summary_row(outcome), Form.JSON if form is Form.TABLE else form))
     return exit_code(outcome)
 
@@ -84,7 +85,7 @@ def _dry_run(request: RunRequest, values_set: Layer, form: Form) -> int:
 def _whole_run(request: RunRequest, form: Form) -> int:
     outcome = _run(request)
     if form is Form.TABLE:
-        _print_tables(outcome)
+        _print_tables(outcome, JobFolder.of(request.config))
     else:
         print(written(jobs.summary_row(outcome), form))
     return exit_code(outcome)
@@ -119,8 +120,9 @@ def _run(request: RunRequest) -> Outcome:
     return outcome
 
 
-def _print_tables(outcome: Outcome) -> None:
-    rows = jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))
+def _print_tables(outcome: Outcome, folder: JobFolder) -> None:
+    moves = moves_of(folder)
+    rows = [moves.with_moves(row) for row in jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))]
     if rows:
         rest = f"tidegate describe {outcome.job.job} lists them"
         print(cut_table(rows, jobs.ITERATION_COLUMNS, rest=rest))
@@ -129,3 +131,5 @@ def _print_tables(outcome: Outcome) -> None:
         print(f"\n{table(evaluations, jobs.evaluation_columns(evaluations, of_several=False))}")
     if outcome.pace is not None:
         print(f"\n{outcome.pace.text()}")
+    if any(row["moves"] for row in rows):
+        print(f"\n{moves.line()}; `tidegate why {outcome.job.job}` explains them")

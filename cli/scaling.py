@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli import job_streams, jobs
@@ -22,7 +22,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.ports.rpc import PeerRefused
 from tidegate.types import Layout
-from tidegate.v1 import control_pb2
+from tidegate.v1 import control_pb2, control_pb2_grpc, types_pb2
 
 _IMPOSSIBLE = "ResizeRefused"
 """The scheduler's name for the refusal of a place where the actor can never be."""
@@ -42,12 +42,14 @@ class _Place:
         return f"{self.layout} on {', '.join(self.gpus)}"
 
 
-async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, form: Form, *, wait: bool) -> int:
-    """BadUsage: the actor can never be there. NotResized: it did not get there."""
+async def scale(job: str, wish: Layout | int, gpus: list[str], output_dir: Path, form: Form, *, wait: bool) -> int:
+    """`wish`: a layout, or a number of GPUs, in copies like the present ones. BadUsage: the actor can never be there.
+    NotResized: it did not get there."""
     folder = jobs.job_folder(output_dir, job)
-    request = control_pb2.ResizeActorRequest(job=job, layout=encode_layout(layout), gpus=gpus)
     try:
         async with control_of(folder) as control:
+            layout = wish if isinstance(wish, Layout) else await _of_size(control, job, wish)
+            request = control_pb2.ResizeActorRequest(job=job, layout=encode_layout(layout), gpus=gpus)
             answer = await control.ResizeActor(request)
     except PeerRefused as refused:
         if refused.error == _IMPOSSIBLE:
@@ -64,6 +66,24 @@ async def scale(job: str, layout: Layout, gpus: list[str], output_dir: Path, for
     row = {"job": job, "asked": "scale", "layout": str(place.layout), "gpus": list(place.gpus), "state": state}
     print(answer_text(row, f"job {job}: its actor {text}", form))
     return 0
+
+
+async def _of_size(control: control_pb2_grpc.ControlAsyncStub, job: str, num_gpus: int) -> Layout:
+    """The actor's layout with as many copies as fill the GPUs. BadUsage where they do not."""
+    status = await control.GetJob(control_pb2.GetJobRequest(job=job))
+    (actor,) = [each for each in status.components if each.role == types_pb2.ROLE_ACTOR] or [None]
+    if actor is None or not actor.HasField("layout"):
+        raise NotResized(f"job {job}: its actor has no layout now; give one with --layout, such as tp=2,dp=2")
+    present = decode_layout(actor.layout)
+    size = present.num_ranks // present.dp
+    num_copies, rest = divmod(num_gpus, size)
+    if rest or not num_copies:
+        near = sorted({max(1, num_copies) * size, (num_copies + 1) * size})
+        raise BadUsage(
+            f"job {job}: {num_gpus} GPUs make no whole copies of its actor, which is {present}, {size} GPUs a copy; "
+            f"near: {', '.join(map(str, near))}. --layout changes the copies"
+        )
+    return replace(present, dp=num_copies)
 
 
 async def _follow(folder: JobFolder, place: _Place, *, sequence: int) -> None:

@@ -132,11 +132,21 @@ def chrome_trace(spans: Mapping[GpuId, Sequence[Span]], window: Window) -> dict[
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
 
 
-def write_trace(folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window) -> None:
-    """Merge the instances' files into `target`, by one atomic replacement. A slot of `gpus` without a span was free."""
+def mark_event(at_us: float, name: str, details: Mapping[str, Any], *, pid: int) -> dict[str, Any]:
+    """A moment of a trace, across all slots of a process."""
+    return {"name": name, "cat": name, "ph": "i", "s": "p", "ts": at_us, "pid": pid, "tid": 0, "args": dict(details)}
+
+
+def write_trace(
+    folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window, start_unix_ns: int | None = None
+) -> None:
+    """Merge the instances' files into `target`, by one atomic replacement. A slot of `gpus` without a span was free.
+    `start_unix_ns`: the time of the window's start, for what other clocks have recorded."""
     found, releases = read_spans(folder), read_releases(folder)
     slots = {gpu: fill(found.get(gpu, ()), window, released_ns=releases.get(gpu, ())) for gpu in gpus}
     trace = chrome_trace(slots, window)
+    if start_unix_ns is not None:
+        trace["otherData"]["start_unix_ns"] = start_unix_ns
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(trace))
     os.replace(partial, target)

@@ -14,7 +14,7 @@ from simulator.run import PolicyDecision, Run
 from simulator.scenario import Scenario
 from simulator.summary import NS_PER_S, Summary, lanes_of, summaries
 from simulator.used_assumptions import used_assumptions
-from tidegate.timeline import Window, chrome_trace
+from tidegate.timeline import Window, chrome_trace, mark_event
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table
 
 ASSUMPTION_COLUMNS = ("key", "value", "source")
@@ -87,16 +87,7 @@ def _decision_events(run: Run, *, pid: int) -> Iterator[dict[str, Any]]:
     for decided in run.decisions:
         details = {"reason": decided.reason, "predicted_end_s": decided.predicted_end_s}
         at_us = decided.at_s * 1e6
-        yield {
-            "name": "decision",
-            "cat": "decision",
-            "ph": "i",
-            "s": "p",
-            "ts": at_us,
-            "pid": pid,
-            "tid": 0,
-            "args": details,
-        }
+        yield mark_event(at_us, "decision", details, pid=pid)
 
 
 def _summary_table(found: Sequence[Summary]) -> Table:

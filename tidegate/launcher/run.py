@@ -211,7 +211,8 @@ class _Run:
         end_ns = time.monotonic_ns()
         window = Window(self._start_ns, end_ns)
         attempt = self._claim.attempt
-        write_trace(attempt.timeline, attempt.trace, gpus=self._config.cluster.gpus(), window=window)
+        gpus, start_unix_ns = self._config.cluster.gpus(), time.time_ns() - window.wall_ns
+        write_trace(attempt.timeline, attempt.trace, gpus=gpus, window=window, start_unix_ns=start_unix_ns)
         wall_s = window.wall_ns / 1e9
         outcome = Outcome(
             end=end,

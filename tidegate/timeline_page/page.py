@@ -25,11 +25,20 @@ from tidegate.types import GpuId, node_of
 STATES: Mapping[str, str] = {
     "generating": "the rollout makes tokens",
     "inferring": "the inference computes log-probabilities",
+    "computing_log_probs": "the inference computes log-probabilities",
     "training": "the actor computes an update",
     "switching": "drain, reshard, load or start",
+    "starting": "makes its model and joins its component",
+    "loading_weights": "reads a published version",
+    "publishing": "writes its part of a version",
+    "saving": "writes its part of a checkpoint",
     "waiting": "its component has no work for it",
+    "waiting_minibatch": "the actor has no minibatch for it",
+    "waiting_prompts": "the rollout has no prompt for it",
+    "waiting_samples": "the inference has no samples for it",
     "free": "no component holds it",
     "lost": "its holder died",
+    "unknown": "it wrote nothing",
 }
 """The legend of each state, in the order of stacking. A state that is not listed comes last."""
 
@@ -44,6 +53,7 @@ class MarkKind(StrEnum):
 
     DECISION = "decision"
     BOUNDARY = "minibatch ends"
+    ITERATION = "iteration ends"
     REFERENCE = "bound"
     """A time for comparison, at which nothing happened."""
 

@@ -136,3 +136,31 @@ async def test_a_machine_that_is_too_busy_to_answer_is_not_told_as_a_killed_run(
     assert await scaled(folder, ResizingScheduler(folder, refusal=refusal)) == 1
     want = "job small gave no answer: its run lives, so the machine is busy or its scheduler starts again; try again"
     assert capsys.readouterr().err == f"tidegate: {want}\n"
+
+
+class SizedScheduler(ResizingScheduler):
+    """Its actor has copies of two GPUs."""
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        status = control_pb2.GetJobResponse(job="small", phase="running")
+        status.components.add(role=types_pb2.ROLE_ACTOR, state="up", layout=encode_layout(Layout(tp=2, dp=1)))
+        return status
+
+
+@pytest.mark.parametrize(
+    ("size", "code", "want"),
+    [
+        ("4", 0, "job small: its actor moves to tp2-dp2"),
+        ("3", 2, "3 GPUs make no whole copies of its actor, which is tp2, 2 GPUs a copy; near: 2, 4"),
+        ("1", 2, "1 GPUs make no whole copies of its actor, which is tp2, 2 GPUs a copy; near: 2."),
+        ("0", 2, "'0' is not a number of GPUs from 1 to"),
+    ],
+)
+async def test_a_number_of_gpus_makes_copies_like_the_present_ones(
+    size: str, code: int, want: str, folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["scale", folder.root.name, "--actor", size, "--output-dir", str(folder.root.parent)]
+    async with served(folder, SizedScheduler(folder)):
+        assert await asyncio.to_thread(main, arguments) == code
+    said = capsys.readouterr()
+    assert want in said.out + said.err
