@@ -328,7 +328,8 @@ async def test_a_figure_of_a_name_that_is_no_part_of_a_subject_stays_like_any_ev
 
 
 async def test_a_follower_of_the_log_hears_of_figures_too(bench: Bench) -> None:
-    events, seen = source(), []
+    events = source()
+    seen: list[int] = []
     await bench.bus.events.publish(figure(events, bench.job, 1))
     async with aclosing(bench.bus.events.read(bench.job, follow=True)) as log, asyncio.timeout(PATIENT_S):
         async for _, event in log:

@@ -462,9 +462,11 @@ class TestOwnership:
         await owned_by_actor(store, GPUS[0])
         planned = await store.plan(start_of_actor(GPUS[1], name="open"))
         assert await store.current_transitions(JOB) == (planned,)
-        (known, closed) = await store.current_transitions(JOB, known=["start", "open", "unknown"])
+        (known, closed) = await store.current_transitions(
+            JOB, known=[TransitionId(each) for each in ("start", "open", "unknown")]
+        )
         assert (known, closed.id, closed.outcome) == (planned, "start", Outcome.COMMITTED)
-        assert await store.current_transitions(JobId("other"), known=["start"]) == ()
+        assert await store.current_transitions(JobId("other"), known=[TransitionId("start")]) == ()
 
     async def test_older_closed_transitions_and_the_results_of_their_commands_are_forgotten(
         self, store: CellStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ OUTCOME = {
 }
 
 
-def asked(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, object]]:
+def asked(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
     assert main(["why", "small", "--output-dir", str(folder), "-o", "json", *flags]) == 0
     return list(json.loads(capsys.readouterr().out))
 
@@ -33,11 +34,11 @@ def test_a_decision_is_found_by_its_transition_its_gpu_or_its_iteration(
 ) -> None:
     (row,) = asked(moved_job(tmp_path).root.parent, capsys, *flags)
     assert row["outcome"] == OUTCOME
-    assert [each["what"] for each in row["alternatives"]] == [  # type: ignore[attr-defined]  # the value is JSON
+    assert [each["what"] for each in row["alternatives"]] == [
         "the trainer starts in 0 s on 2 GPUs",
         "the trainer stays on 1 GPUs",
     ]
-    (move,) = row["moves"]  # type: ignore[misc]  # the value is JSON
+    (move,) = row["moves"]
     assert move["seconds"] == 0.5
     assert move["steps"] == [{"s": 0.01, "acquiring": 1}, {"s": 0.4, "committed": 1}]
 
