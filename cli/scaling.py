@@ -71,7 +71,7 @@ async def scale(job: str, wish: Layout | int, gpus: list[str], output_dir: Path,
 async def _of_size(control: control_pb2_grpc.ControlAsyncStub, job: str, num_gpus: int) -> Layout:
     """The actor's layout with as many copies as fill the GPUs. BadUsage where they do not."""
     status = await control.GetJob(control_pb2.GetJobRequest(job=job))
-    (actor,) = [each for each in status.components if each.role == types_pb2.ROLE_ACTOR] or [None]
+    actor = next((each for each in status.components if each.role == types_pb2.ROLE_ACTOR), None)
     if actor is None or not actor.HasField("layout"):
         raise NotResized(f"job {job}: its actor has no layout now; give one with --layout, such as tp=2,dp=2")
     present = decode_layout(actor.layout)

@@ -138,11 +138,11 @@ def _text(row: dict[str, Any]) -> str:
         )
     if row["alternatives"]:
         shown = [{**each, "is_chosen": "chosen" if each["is_chosen"] else ""} for each in row["alternatives"]]
-        text = table(
+        weighed = table(
             [{"weighed": each["what"], "end s": each["end_s"], " ": each["is_chosen"]} for each in shown],
             ("weighed", "end s", " "),
         )
-        lines += [f"  {each}" for each in text.splitlines()]
+        lines += [f"  {each}" for each in weighed.splitlines()]
     for move in row["moves"]:
         took = "is open" if move["seconds"] is None else f"{move['outcome']} in {move['seconds']:.2f} s"
         steps = ", ".join(f"{'/'.join(k for k in step if k != 's')} at {step['s']:.2f} s" for step in move["steps"])

@@ -283,7 +283,7 @@ async def test_a_consumer_that_fell_behind_gets_the_last_figure_only_and_every_o
         await bench.bus.events.publish(numbered(events, bench.job, count * 10))
         await bench.bus.events.publish(figure(events, bench.job, count))
     await in_flight.ack()
-    seen = []
+    seen: list[int] = []
     while (delivery := await consumer.next(timeout_s=PATIENT_S if len(seen) < 3 else SOON_S)) is not None:
         seen.append(number_of(delivery.event))
         await delivery.ack()

@@ -62,8 +62,9 @@ def figures(job: JobId) -> str:
 
 def subject_of_event(event: Event) -> str:
     """The subject that an event belongs on. An iteration's last figure of a kind stays: `calibrate` reads it."""
-    job, kind = JobId(event.job), event.WhichOneof("body") or ""
-    match kind:
+    job, body = JobId(event.job), event.WhichOneof("body")
+    kind: str = body or ""
+    match body:
         case "progress":
             kind = f"progress-{event.progress.phase}"
         case "backlog":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,11 @@ from tests.unit.cli.moving_jobs import LINES, closed, decision, moved_job, resiz
 
 
 def test_a_line_of_another_form_is_left_out_and_the_others_count() -> None:
-    odd = [{"kind": "decision", "at_ms": 1}, {"kind": "step", "at_ms": "x"}, {"kind": "new", "at_ms": 3}]
+    odd: list[dict[str, Any]] = [
+        {"kind": "decision", "at_ms": 1},
+        {"kind": "step", "at_ms": "x"},
+        {"kind": "new", "at_ms": 3},
+    ]
     found = of_lines([*odd, *LINES])
     assert [each.transition for each in found.moves] == ["small/1/t4", "small/1/t5"]
 
