@@ -1,14 +1,16 @@
 """GRPO around its loss: advantages within a group, the weight of each token, the metrics of an update. Pure numpy.
 
-    loss of an update = sum over its response tokens of (token_weight * token_loss)
+    loss of an update = minibatch_scale * (sum over its response tokens of (token_weight * token_loss))
 
-The token weights include the global denominators, so micro-batches, replicas and stages only add. The advantages are
-those of DeepSeekMath (arXiv 2402.03300). Dr.GRPO (arXiv 2503.20783) does not divide advantages by the standard
-deviation, and divides its sequences by a constant.
+A token's weight depends on its own sample alone, and the scale has the denominators of the whole minibatch. So
+portions, micro-batches, replicas and stages only add, and the scale comes once, at the update. The advantages are those
+of DeepSeekMath (arXiv 2402.03300). Dr.GRPO (arXiv 2503.20783) does not divide advantages by the standard deviation, and
+divides its sequences by a constant.
 
 Invariants:
 - Prompt, padding and masked samples have weight 0. [test_microbatch: masked_samples_and_fillers]
 - Masked samples are in no denominator. [test_grpo: hold_the_denominators]
+- The portions of a minibatch have the weights that they have in one piece. [test_grpo: whichever_portion_they_are_in]
 - Groups of zero spread or of one sample have advantage 0. [test_grpo: groups_without_spread]
 - Groups of zero spread stay in the denominators. [test_grpo: zero_advantage_stays_in_the_denominators]
 """
@@ -93,25 +95,30 @@ def check_samples(samples: Sequence[TrainSample], settings: GrpoSettings) -> Non
 
 
 def token_weights(samples: Sequence[TrainSample], settings: GrpoSettings) -> list[float]:
-    """The weight of each token, by sample. All weights are 0 in a minibatch without a token to train."""
+    """The weight of each token, by sample, without the minibatch's denominators. 0 where a sample trains no token."""
     counts = [sample.num_trained_tokens for sample in samples]
-    num_tokens, num_sequences = sum(counts), sum(count > 0 for count in counts)
     match settings.aggregation:
-        case Aggregation.TOKEN_MEAN:
-            return [1.0 / num_tokens if count else 0.0 for count in counts]
+        case Aggregation.TOKEN_MEAN | Aggregation.SEQ_MEAN_TOKEN_SUM:
+            return [1.0 if count else 0.0 for count in counts]
         case Aggregation.SEQ_MEAN_TOKEN_MEAN:
-            return [1.0 / (num_sequences * count) if count else 0.0 for count in counts]
-        case Aggregation.SEQ_MEAN_TOKEN_SUM:
-            return [1.0 / num_sequences if count else 0.0 for count in counts]
+            return [1.0 / count if count else 0.0 for count in counts]
         case Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
             assert settings.max_new_tokens is not None
-            return [1.0 / (num_sequences * settings.max_new_tokens) if count else 0.0 for count in counts]
+            return [1.0 / settings.max_new_tokens if count else 0.0 for count in counts]
+
+
+def minibatch_scale(samples: Sequence[TrainSample], settings: GrpoSettings) -> float:
+    """The factor with the denominators of these samples, a whole minibatch. 1 where they train no token."""
+    counts = [sample.num_trained_tokens for sample in samples]
+    is_over_tokens = settings.aggregation is Aggregation.TOKEN_MEAN
+    divisor = sum(counts) if is_over_tokens else sum(count > 0 for count in counts)
+    return 1.0 / max(divisor, 1)
 
 
 def update_metrics(
-    samples: Sequence[TrainSample], sums: Sequence[float], *, importance_cap: float | None
+    samples: Sequence[TrainSample], sums: Sequence[float], *, scale: float, importance_cap: float | None
 ) -> dict[str, float]:
-    """An update's metrics, from its samples and its global sums in the order of `SUMS`."""
+    """An update's metrics, from its samples and its global sums in the order of `SUMS`, before the scale."""
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
     _, kl, clipped_tokens, ratio, absolute_terms = sums
     divisor = max(num_tokens, 1)
@@ -119,7 +126,7 @@ def update_metrics(
         "kl": kl / divisor,
         "clip_fraction": clipped_tokens / divisor,
         "ratio": ratio / divisor,
-        "absolute_terms": absolute_terms,
+        "absolute_terms": absolute_terms * scale,
         "num_tokens": float(num_tokens),
     }
     return metrics | mismatch(samples, importance_cap=importance_cap)
@@ -133,7 +140,7 @@ def iteration_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float
     """An iteration's metrics, from the finite metrics of its updates.
 
     - A metric that is a mean over tokens (`_TOKEN_MEANS`): the mean over all tokens of the iteration.
-    - `num_tokens`: the sum. `mismatch_max`: the maximum. `lr`: the last.
+    - `num_tokens`, `dropped_tokens`: the sum. `mismatch_max`: the maximum. `lr`: the last.
     - Any other metric: the mean over the updates.
     """
     metrics: dict[str, float] = {}
@@ -152,4 +159,9 @@ def _last(values: Sequence[float]) -> float:
     return values[-1]
 
 
-_COMBINED: dict[str, Callable[[Sequence[float]], float]] = {"num_tokens": math.fsum, "mismatch_max": max, "lr": _last}
+_COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
+    "num_tokens": math.fsum,
+    "dropped_tokens": math.fsum,
+    "mismatch_max": max,
+    "lr": _last,
+}

@@ -6,7 +6,7 @@ http://joschu.net/blog/kl-approx.html. Legend of shapes: B sequences of a micro-
 Invariants:
 - Positions outside the mask add exactly 0. [test_grpo: loss_of_a_token]
 - A filler adds exactly 0. [test_grpo: filler_adds_nothing]
-- The losses of an update's micro-batches add up to its loss. [test_grpo: micro_batches_add_up]
+- The losses of an update's micro-batches add up to its loss before the scale. [test_grpo: micro_batches_add_up]
 """
 
 from __future__ import annotations

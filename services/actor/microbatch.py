@@ -80,7 +80,7 @@ class TrainBatch:
     batch: TokenBatch
     mask_BS: FloatArray
     token_weight_BS: FloatArray
-    """The weight of each token in the update's loss, with the global denominator."""
+    """The weight of each token in the update's loss, before the minibatch's scale."""
     advantage_BS: FloatArray
     old_log_probs_BS: FloatArray
     reference_log_probs_BS: FloatArray
@@ -95,13 +95,13 @@ def packed_samples(samples: Sequence[TrainSample], limits: Limits, place: Replic
 def train_batches(
     samples: Sequence[TrainSample], token_weights: Sequence[float], packing: MicroBatchPlan
 ) -> list[TrainBatch]:
-    """One replica's micro-batches of an update. `token_weights[i]` is the weight of each token of sample i."""
+    """One replica's micro-batches of these samples. `token_weights[i]` is the weight of each token of sample i."""
     batches = packing.own([sample.tokens for sample in samples])
     return [train_batch(samples, token_weights, batch) for batch in batches]
 
 
 def train_batch(samples: Sequence[TrainSample], token_weights: Sequence[float], batch: TokenBatch) -> TrainBatch:
-    """The per-token numbers of a micro-batch. `samples` and `token_weights` are those of the whole update."""
+    """The per-token numbers of a micro-batch. `samples` and `token_weights` are those of the whole portion."""
     mask_BS, weight_BS, advantage_BS, old_BS, reference_BS, engine_BS = np.zeros((6, *batch.shape), dtype=np.float32)
     for row, index in enumerate(batch.sequences):
         sample = samples[index]

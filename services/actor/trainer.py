@@ -90,17 +90,43 @@ class MegatronTrainer:
         )
 
     def train_minibatch(
-        self, samples: Sequence[TrainSample], learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
+        self,
+        samples: Sequence[TrainSample],
+        learning_rate: float,
+        *,
+        bundle_sizes: Sequence[int] = (),
+        cursor: Mapping[str, JsonValue] | None = None,
     ) -> UpdateReport:
-        """One GRPO update over a whole minibatch; every rank gets all samples. `cursor`: as in ElasticTrainer.
+        """One GRPO update over a whole minibatch, or over the samples that are left of it after `accumulate`.
 
-        Raises ValueError before anything begins, NotInLayout, and PeerLost."""
-        minibatch = GrpoMinibatch(samples, self.settings)
+        Every rank gets all samples. `bundle_sizes`: as in GrpoMinibatch; `cursor`: as in ElasticTrainer. Raises
+        ValueError before anything begins, NotInLayout, and PeerLost."""
+        minibatch = self._portion(samples, bundle_sizes)
         with self._pacer.step(lambda law: law.training_s(minibatch.replica_tokens(self._place()), self._layout)):
             update = self._update(minibatch, learning_rate, cursor)
-        metrics = update_metrics(samples, update.sums, importance_cap=self.settings.grpo.importance_cap)
-        filling = minibatch.packed(self._place().of_replicas).filling
-        return _report(update, metrics | {"micro_batches": float(filling.num_batches), "padding": filling.padding})
+        scale, importance_cap = minibatch.scale, self.settings.grpo.importance_cap
+        metrics = update_metrics(minibatch.all_samples, update.sums, scale=scale, importance_cap=importance_cap)
+        metrics |= _filling((*minibatch.portions, minibatch), self._place())
+        return _report(update, metrics, scale=scale)
+
+    def accumulate(self, samples: Sequence[TrainSample], *, bundle_sizes: Sequence[int] = ()) -> None:
+        """Add the gradients of a portion of the next minibatch. Raises as `train_minibatch`."""
+        self._refuse_standby()
+        portion = self._portion(samples, bundle_sizes)
+        with self._pacer.step(lambda law: law.portion_s(portion.replica_tokens(self._place()), self._layout)):
+            self.elastic.accumulate(portion)
+
+    @property
+    def num_portions(self) -> int:
+        """The portions of the next minibatch whose gradients are accumulated."""
+        return len(self.elastic.portions)
+
+    def drop_portions(self) -> None:
+        self.elastic.drop_portions()
+
+    def _portion(self, samples: Sequence[TrainSample], bundle_sizes: Sequence[int]) -> GrpoMinibatch:
+        before = [portion for portion in self.elastic.portions if isinstance(portion, GrpoMinibatch)]
+        return GrpoMinibatch(samples, self.settings, bundle_sizes, before)
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""
@@ -152,10 +178,14 @@ class MegatronTrainer:
     def _update(
         self, minibatch: Minibatch, learning_rate: float, cursor: Mapping[str, JsonValue] | None = None
     ) -> Update:
+        self._refuse_standby()
         update = self.elastic.train_minibatch(minibatch, learning_rate, cursor=cursor)
-        if update is None:
-            raise NotInLayout(f"member {self.elastic.world.me} stands by: send updates to the ranks of the layout")
+        assert update is not None, "a rank of the layout makes each update"
         return update
+
+    def _refuse_standby(self) -> None:
+        if self.elastic.location is None or self.elastic.location.state is None:
+            raise NotInLayout(f"member {self.elastic.world.me} stands by: send updates to the ranks of the layout")
 
 
 def _core_attention(limits: Limits) -> type:
@@ -163,8 +193,17 @@ def _core_attention(limits: Limits) -> type:
     return te_attention() if is_thd else GatheringAttention
 
 
-def _report(update: Update, metrics: dict[str, float]) -> UpdateReport:
-    return UpdateReport(update.committed, loss=update.sums[0], grad_norm=update.grad_norm, metrics=metrics)
+def _filling(portions: Sequence[GrpoMinibatch], place: RankPlace) -> dict[str, float]:
+    """The micro-batches of one replica, and the share of padding in them, over all portions."""
+    fillings = [portion.packed(place.of_replicas).filling for portion in portions]
+    num_batches = float(sum(filling.num_batches for filling in fillings))
+    num_positions = float(sum(filling.num_positions for filling in fillings))
+    num_padded = sum(filling.padding * filling.num_positions for filling in fillings)
+    return {"micro_batches": num_batches, "padding": num_padded / num_positions if num_positions else 0.0}
+
+
+def _report(update: Update, metrics: dict[str, float], *, scale: float = 1.0) -> UpdateReport:
+    return UpdateReport(update.committed, loss=update.sums[0] * scale, grad_norm=update.grad_norm, metrics=metrics)
 
 
 def _optimizer_config(settings: OptimizerSettings, precision: Precision) -> OptimizerConfig:

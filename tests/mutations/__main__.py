@@ -88,8 +88,8 @@ MUTATIONS = (
     Mutation(
         "the divisor of full sequences for a loss of short ones",
         "services/actor/grpo.py",
-        "return [1.0 / num_tokens if count else 0.0 for count in counts]",
-        "return [1.0 / (len(counts) * max(counts)) if count else 0.0 for count in counts]",
+        "divisor = sum(counts) if is_over_tokens",
+        "divisor = len(counts) * max(counts) if is_over_tokens",
         ("tests/unit/actor/test_grpo.py",),
     ),
 )

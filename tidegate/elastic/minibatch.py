@@ -1,11 +1,11 @@
-"""The minibatch of one update. Every member gets the whole minibatch, and each rank cuts its own part from it.
+"""The minibatch of one update, or a portion of it. Every member gets it whole, and each rank cuts its own part from it.
 
 Invariants:
 - The layout does not change the cut into micro-batches, only which replica runs which. The one exception is a token cap
   without logical shards: then the cut follows the number of replicas.
   [test_packing: of_logical_shards_do_not_depend_on_the_number_of_replicas]
-- Losses are divided by the denominators of the whole minibatch.
-  [test_training_after_switch: updates_after_a_switch_are_those]
+- Losses are divided by the denominators of the whole minibatch: by their weights, or by the last portion's scale.
+  [test_training_after_switch: updates_after_a_switch_are_those] [test_portions: close_to_a_whole_minibatch]
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Minibatch(Protocol):
     def num_sums(self) -> int:
         """The length of the sums that the loss returns for each micro-batch."""
 
+    @property
+    def scale(self) -> float:
+        """The factor on the gradients of all portions. Only the last portion's counts."""
+
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
         """The rank's micro-batches, and the function of their losses. The first sum of each is the loss itself."""
 
@@ -87,6 +91,10 @@ class NextTokens:
     @property
     def num_sums(self) -> int:
         return 1
+
+    @property
+    def scale(self) -> float:
+        return 1.0
 
     @property
     def num_tokens(self) -> int:

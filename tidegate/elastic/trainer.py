@@ -9,9 +9,13 @@ Order of a reshard:
 
 `reshard` does all three steps, with the decision in the epoch's store.
 
+A minibatch may come in portions: `accumulate` for each, and `train_minibatch` with the last. Until then their gradients
+are uncommitted. Whatever may change the tensors drops them.
+
 Invariants:
-- Until the decision nothing of the old layout is written, so any failure leaves it as it was.
+- Until the decision nothing of the old layout is written but uncommitted gradients, so any failure leaves it as it was.
   [test_refusals: a_failure_of_one_member_before_the_decision]
+- An update has the gradients of all its portions or is not made. [test_portions: dropped_by_a_reshard]
 - The old tensors stay until every member has switched, or until a member is lost on the way.
   [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
 - Parameters, optimizer state, progress, learning rate and random numbers continue as if the job had always been in its
@@ -20,8 +24,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
@@ -46,7 +51,7 @@ from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.rng import seed_update
 from tidegate.elastic.state.stamp import Note, encoded
 from tidegate.megatron.reproducible import check_data_parallel, updater
-from tidegate.megatron.updates import Update
+from tidegate.megatron.updates import Update, Updater
 from tidegate.types import Layout
 
 
@@ -56,6 +61,14 @@ class NotInLayout(RuntimeError):
 
 class NotStarted(RuntimeError):
     """The trainer has no state yet."""
+
+
+@dataclass(slots=True)
+class _OpenUpdate:
+    """An update some of whose portions have run."""
+
+    updater: Updater
+    portions: list[Minibatch] = field(default_factory=list)
 
 
 class ElasticTrainer:
@@ -82,6 +95,7 @@ class ElasticTrainer:
         self._location: StateLocation | None = exchange_location(world, None)
         self._progress = Progress()
         self._num_reshards = 0
+        self._open: _OpenUpdate | None = None
         self._reader = ArenaReader()
         for layout in layouts:
             self._cache.introduce(self.mesh_of(layout, None), beside=None, watch=Stopwatch())
@@ -160,11 +174,64 @@ class ElasticTrainer:
         (self._progress,) = progress
         self._begin(location)
 
+    @property
+    def portions(self) -> tuple[Minibatch, ...]:
+        """The portions of the next minibatch whose gradients are accumulated, in order."""
+        return () if self._open is None else tuple(self._open.portions)
+
+    def accumulate(self, portion: Minibatch) -> None:
+        """Add the gradients of a portion of the next minibatch. Every member passes the same portion.
+
+        Raises PeerLost; then, and after any other error, all portions are dropped."""
+        if self._location is None or self._location.state is None:
+            return
+        state = self._location.state
+        with self._opened(state, portion) as opened:
+            with peers_needed(f"portion {len(opened.portions)} of update {self._progress.num_updates + 1}"):
+                opened.updater.accumulate(*portion.of_rank(self._place(state)))
+            opened.portions.append(portion)
+        self._open = opened
+
+    def drop_portions(self) -> None:
+        """Drop the uncommitted gradients. The next portion is the first of its minibatch."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.updater.drop()
+
+    @contextmanager
+    def _opened(self, state: RankState, minibatch: Minibatch) -> Iterator[_OpenUpdate]:
+        """The open update, or a new one. It is closed now, and dropped on any error."""
+        opened, self._open = self._open, None
+        if opened is None:
+            skeleton = state.skeleton
+            skeleton.materialise_gradients()
+            seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
+            opened = _OpenUpdate(
+                updater(
+                    skeleton.chunks,
+                    skeleton.optimizer,
+                    skeleton.groups,
+                    num_sums=minibatch.num_sums,
+                    num_logical_shards=self._settings.num_logical_shards,
+                )
+            )
+        try:
+            yield opened
+        except BaseException:
+            opened.updater.drop()
+            raise
+
+    def _place(self, state: RankState) -> RankPlace:
+        skeleton = state.skeleton
+        return RankPlace(
+            skeleton.mesh, self.world.me, skeleton.groups, self.world.device, self._settings.num_logical_shards
+        )
+
     def train_minibatch(
         self, minibatch: Minibatch, learning_rate: float, *, cursor: Mapping[str, JsonValue] | None = None
     ) -> Update | None:
-        """Apply one update over a whole minibatch. Every member passes the same minibatch. Returns None on a standby
-        member.
+        """Apply one update over a whole minibatch, or over what is left of it after `portions`. Every member passes the
+        same minibatch. Returns None on a standby member.
 
         `cursor` is the caller's place in its data after the update. It is committed together with the update.
 
@@ -175,33 +242,29 @@ class ElasticTrainer:
             return None
         state = self._location.state
         skeleton = state.skeleton
-        skeleton.materialise_gradients()
-        place = RankPlace(
-            skeleton.mesh, self.world.me, skeleton.groups, self.world.device, self._settings.num_logical_shards
-        )
-        batches, on_logits = minibatch.of_rank(place)
-        seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
-        updates = updater(
-            skeleton.chunks,
-            skeleton.optimizer,
-            skeleton.groups,
-            num_sums=minibatch.num_sums,
-            num_logical_shards=self._settings.num_logical_shards,
-        )
-        progress = replace(
-            self._progress,
-            num_updates=self._progress.num_updates + 1,
-            num_samples=self._progress.num_samples + minibatch.num_samples,
-            cursor=self._progress.cursor if cursor is None else dict(cursor),
-        )
+        with self._opened(state, minibatch) as opened:
+            batches, on_logits = minibatch.of_rank(self._place(state))
+            num_samples = sum(portion.num_samples for portion in (*opened.portions, minibatch))
+            progress = replace(
+                self._progress,
+                num_updates=self._progress.num_updates + 1,
+                num_samples=self._progress.num_samples + num_samples,
+                cursor=self._progress.cursor if cursor is None else dict(cursor),
+            )
 
-        def note() -> Note:
-            return Note(progress, param_groups.values_of(skeleton.optimizer))
+            def note() -> Note:
+                return Note(progress, param_groups.values_of(skeleton.optimizer))
 
-        # Refuse a note that does not fit its record before anything is applied.
-        encoded(note())
-        with peers_needed(f"update {progress.num_updates}"):
-            update = updates.update(batches, on_logits, learning_rate, applying=lambda: state.stamp.applying(note))
+            # Refuse a note that does not fit its record before anything is applied.
+            encoded(note())
+            with peers_needed(f"update {progress.num_updates}"):
+                update = opened.updater.update(
+                    batches,
+                    on_logits,
+                    learning_rate,
+                    scale=minibatch.scale,
+                    applying=lambda: state.stamp.applying(note),
+                )
         if update.committed:
             self._progress = progress
             if state.copies is not None and progress.num_updates % self._settings.copy_every == 0:
@@ -215,6 +278,7 @@ class ElasticTrainer:
         """
         state, mesh = self.state, self.mesh
         assert mesh is not None
+        self.drop_portions()
         state.stamp.spoil()
         # Wait for all stamps to be spoiled: nobody may mistake another rank's old state for the reset one.
         self.world.barrier(mesh.ranks)
@@ -267,6 +331,7 @@ class ElasticTrainer:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
         if (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh):
             raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: continue training in it")
+        self.drop_portions()
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
         return preparation.run(name, self._location, mesh, self._progress)
 
@@ -304,6 +369,7 @@ class ElasticTrainer:
         location from the others.
         """
         location = self._location
+        self.drop_portions()
         self._cache.discard(but=None if location is None else location.state)
         self._cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
         self._location = exchange_location(world, location)
@@ -312,6 +378,7 @@ class ElasticTrainer:
 
     def close(self) -> None:
         """Give all memory back."""
+        self.drop_portions()
         self._cache.discard(but=None if self._location is None else self._location.state)
         if self._location is not None:
             self._location.discard()

@@ -80,6 +80,8 @@ class TokenBatch:
     """The numbers of tokens of the first rows, where the model runs them without padding. None: it runs the
     padded rows.
     """
+    shard: int | None = None
+    """The logical shard to whose gradients this one is added. None where there are no logical shards."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,9 +124,11 @@ class Filling:
     """How full the micro-batches of all replicas are."""
 
     num_batches: int
-    """The micro-batches of one replica."""
+    """The micro-batches of one replica, rounded up."""
     padding: float
     """The share of all positions that hold no token."""
+    num_positions: int
+    """The positions of all micro-batches of all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class MicroBatchPlan:
     limits: Limits
     place: ReplicaPlace
     shares: list[list[tuple[int, ...]]]
-    """The micro-batches of each logical shard, or of each replica."""
+    """The micro-batches of each logical shard, or of each replica. Under bundles not all have equally many."""
 
     @property
     def filling(self) -> Filling:
@@ -145,8 +149,9 @@ class MicroBatchPlan:
             for share in self.shares
             for batch in share
         )
-        num_batches = sum(map(len, self.shares)) // self.place.num_replicas
-        return Filling(num_batches, 1 - sum(self.lengths) / num_positions if num_positions else 0.0)
+        num_batches = -(-sum(map(len, self.shares)) // self.place.num_replicas)
+        padding = 1 - sum(self.lengths) / num_positions if num_positions else 0.0
+        return Filling(num_batches, padding, num_positions)
 
     def replica_tokens(self) -> list[list[int]]:
         """The tokens of each micro-batch without padding, by replica."""
@@ -165,8 +170,13 @@ class MicroBatchPlan:
         num_own = len(self.shares) // self.place.num_replicas
 
         def run_by(replica: int) -> list[TokenBatch]:
-            own = self.shares[replica * num_own : (replica + 1) * num_own]
-            return [pad(sequences, batch, self.limits) for share in own for batch in share]
+            own = range(replica * num_own, (replica + 1) * num_own)
+            shard_of = own if self.place.num_shards else [None] * num_own
+            return [
+                replace(pad(sequences, batch, self.limits), shard=shard)
+                for share, shard in zip(own, shard_of, strict=True)
+                for batch in self.shares[share]
+            ]
 
         own = run_by(self.place.replica)
         if not self.place.alike:

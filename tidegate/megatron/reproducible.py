@@ -1,10 +1,10 @@
-"""Updates whose bits are the same for every number of replicas and pipeline stages.
+"""Updates whose bits are the same for every number of replicas and pipeline stages, and for every cut into portions.
 
 A minibatch is cut into micro-batches without regard to the layout. They are assigned to logical shards, whose number is
-a power of two that the number of replicas divides. A replica runs its shards one after another.
+a power of two that the number of replicas divides. In each portion a replica runs its shards one after another.
 
 Order of the sums:
-1. Each shard's gradients, in micro-batch order.
+1. Each shard's gradients, in micro-batch order. Between two portions each has a buffer of its own.
 2. The shards, by a fixed binary tree: first a replica's own shards, then over replicas.
 3. The two gradients of tied embeddings, last, because with several stages two ranks have them.
 
@@ -13,6 +13,8 @@ The losses' sums go through the same tree. The norm's squares are added up as in
 Invariants:
 - Parameters, moments, loss and norm are bitwise functions of the start and the samples, for any dp, pp and vpp at one
   tp and cp.
+- They do not depend on the portions, if no portion cuts a bundle (`tidegate.megatron.bundles`).
+  [test_portions: has_the_bits_of_a_whole_minibatch]
 - A model or setting that would break this is refused.
 """
 
@@ -24,7 +26,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -32,7 +33,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from tidegate.megatron.batching import TokenBatch
 from tidegate.megatron.reduction import RunningTree, own_sum, sum_of_squares, tree_sum
-from tidegate.megatron.schedule import OnLogits
 from tidegate.megatron.updates import Updater
 
 
@@ -69,27 +69,64 @@ def check_model(config: TransformerConfig) -> None:
 
 
 class _ShardedGradient:
-    """A gradient to which others add micro-batch after micro-batch. It is moved aside when a shard is complete."""
+    """A gradient to which others add micro-batch after micro-batch. It holds one shard's sum at a time.
 
-    def __init__(self, num_shards: int, batches_a_shard: int) -> None:
+    The sums of other shards are moved aside: into the tree once they are complete, which the last portion shows.
+    """
+
+    def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._batches_a_shard = batches_a_shard
-        self._num_added = 0
+        self._at = 0
+        """The shard whose sum the gradient holds."""
+        self._aside: dict[int, torch.Tensor] = {}
         self._tree = RunningTree()
+        self._coming: Sequence[int] = ()
+        self._num_added = 0
+        self._is_last = False
+
+    def expect(self, shards: Sequence[int], gradient: torch.Tensor, *, is_last: bool) -> None:
+        """The next micro-batches are of these shards, in rising order where it is the last portion."""
+        self._check_all_added()
+        self._coming, self._num_added, self._is_last = shards, 0, is_last
+        if is_last:
+            self._swap(gradient, 0)
 
     def before_added(self, gradient: torch.Tensor) -> None:
-        shard, place = divmod(self._num_added, self._batches_a_shard)
-        # Ignore fillers that a schedule runs after the last shard: they add nothing to it.
-        if place == 0 and 0 < shard < self._num_shards:
-            self._tree.add(gradient.clone())
-            gradient.zero_()
+        # Fillers that a schedule runs after the last micro-batch add nothing: leave the gradient as it is.
+        if self._num_added < len(self._coming):
+            self._go_to(gradient, self._coming[self._num_added])
         self._num_added += 1
 
     def finish(self, gradient: torch.Tensor) -> None:
-        """Turn the gradient, that of the last shard, into the sum of all."""
-        if self._num_added < self._num_shards * self._batches_a_shard:
-            raise AssertionError(f"got {self._num_added} gradients of {self._num_shards} x {self._batches_a_shard}")
+        """Turn the gradient into the sum of all shards."""
+        self._check_all_added()
+        self._go_to(gradient, self._num_shards - 1)
         self._tree.finish(gradient)
+
+    def _go_to(self, gradient: torch.Tensor, shard: int) -> None:
+        if not self._is_last:
+            self._swap(gradient, shard)
+        while self._at < shard:
+            self._tree.add(gradient.clone())
+            self._at += 1
+            self._load(gradient)
+
+    def _swap(self, gradient: torch.Tensor, shard: int) -> None:
+        if shard != self._at:
+            self._aside[self._at] = gradient.clone()
+            self._at = shard
+            self._load(gradient)
+
+    def _load(self, gradient: torch.Tensor) -> None:
+        found = self._aside.pop(self._at, None)
+        if found is None:
+            gradient.zero_()
+        else:
+            gradient.copy_(found)
+
+    def _check_all_added(self) -> None:
+        if self._num_added < len(self._coming):
+            raise AssertionError(f"got {self._num_added} gradients of {len(self._coming)}")
 
 
 class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Megatron is untyped
@@ -103,17 +140,31 @@ class OrderedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # Meg
             parameter.register_post_accumulate_grad_hook(self._before_added)
         self._output_use = _OutputUse.of(self.module)
 
-    def start(self, *, num_shards: int, batches_a_shard: int) -> None:
-        """The next micro-batches are those of this replica's shards, in order. The gradients must be zero."""
+    def start(self, *, num_shards: int) -> None:
+        """Begin an update over this many shards of this replica. The gradients must be zero."""
         for parameter in self.params_with_grad:
-            self._gradients[parameter] = _ShardedGradient(num_shards, batches_a_shard)
+            self._gradients[parameter] = _ShardedGradient(num_shards)
         if self._output_use:
-            self._output_use.start(_ShardedGradient(num_shards, batches_a_shard))
+            self._output_use.start(_ShardedGradient(num_shards))
+
+    def expect(self, shards: Sequence[int], *, is_last: bool) -> None:
+        """The next micro-batches are of these shards of this replica."""
+        for parameter, gradient in self._gradients.items():
+            gradient.expect(shards, _main_grad(parameter), is_last=is_last)
+        if self._output_use:
+            self._output_use.expect(shards, is_last=is_last)
+
+    def drop(self) -> None:
+        """Give back what an update holds that will not be finished."""
+        self._gradients.clear()
+        if self._output_use:
+            self._output_use.drop()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """This rank's range of each bucket becomes the sum over replicas. Elements outside of it become meaningless."""
         for parameter, gradient in self._gradients.items():
             gradient.finish(_main_grad(parameter))
+        self._gradients.clear()
         for bucket in (bucket for buffer in self.buffers for bucket in buffer.buckets):
             sizes = [bucket.grad_data.numel() // self.dp_cp_group.size()] * self.dp_cp_group.size()
             own = torch.split(bucket.grad_data, sizes)[self.dp_cp_group.rank()]
@@ -178,14 +229,22 @@ class _OutputUse:
         alias.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]  # torch's is untyped
         self._gradient, self._total, self._alias = gradient, total, alias
 
+    def expect(self, shards: Sequence[int], *, is_last: bool) -> None:
+        assert self._gradient is not None
+        assert self._total is not None
+        self._gradient.expect(shards, self._total, is_last=is_last)
+
     def finish(self) -> torch.Tensor:
         """The gradient. The alias is dropped."""
         assert self._gradient is not None
         assert self._total is not None
         total = self._total
         self._gradient.finish(total)
-        self._gradient = self._total = self._alias = None
+        self.drop()
         return total
+
+    def drop(self) -> None:
+        self._gradient = self._total = self._alias = None
 
     def _hand_over(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs if self._alias is None else kwargs | {"weight": self._alias}
@@ -194,7 +253,7 @@ class _OutputUse:
 class ReproducibleUpdater(Updater):
     """Makes updates of chunks that are wrapped in OrderedDataParallel.
 
-    The micro-batches must come from `replica_batches(..., num_shards=num_logical_shards)`.
+    Each micro-batch names its logical shard, as `replica_batches(..., num_shards=num_logical_shards)` makes them.
     """
 
     def __init__(
@@ -215,25 +274,37 @@ class ReproducibleUpdater(Updater):
         self._num_logical_shards = num_logical_shards
         self._num_own_shards = num_logical_shards // groups.dp.size()
 
-    def _forward_backward(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> list[torch.Tensor]:
-        if len(batches) % self._num_own_shards:
+    def _begin(self) -> None:
+        super()._begin()
+        for chunk in self._ordered:
+            chunk.start(num_shards=self._num_own_shards)
+
+    def _expect(self, batches: Sequence[TokenBatch], *, is_last: bool) -> None:
+        first = self._groups.dp.rank() * self._num_own_shards
+        shards = [-1 if batch.shard is None else batch.shard - first for batch in batches]
+        if shards != sorted(shards) or any(shard not in range(self._num_own_shards) for shard in shards):
             raise ValueError(
-                f"{len(batches)} micro-batches are not equally many for each of this replica's {self._num_own_shards} "
-                "logical shards: deal them with num_shards"
+                f"micro-batches of the logical shards {[batch.shard for batch in batches]} are not those of this "
+                f"replica's {self._num_own_shards} from {first} on, in order: deal them with num_shards"
             )
         for chunk in self._ordered:
-            chunk.start(num_shards=self._num_own_shards, batches_a_shard=len(batches) // self._num_own_shards)
-        return super()._forward_backward(batches, on_logits)
+            chunk.expect(shards, is_last=is_last)
 
-    def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
-        # Each shard's sums have their own row. All ranks but one add zeros to it.
-        sums = torch.zeros((self._num_logical_shards, self._num_sums), dtype=torch.float64, device=self._device)
-        if self._is_reporter and kept:
-            own = torch.split(sums, self._num_own_shards)[self._groups.dp.rank()]
-            for number, part in enumerate(kept):
-                own[number * self._num_own_shards // len(kept)] += part
-        dist.all_reduce(sums, group=self._groups.intra_dist_opt)
-        return tuple(tree_sum(list(sums)).tolist())
+    @property
+    def _shape_of_sums(self) -> tuple[int, ...]:
+        """Each shard's sums have their own row. All ranks but one add zeros to it."""
+        return self._num_logical_shards, self._num_sums
+
+    def _row(self, sums: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        assert batch.shard is not None, "checked before the micro-batches ran"
+        return sums[batch.shard]
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        return tree_sum(list(sums))
+
+    def drop(self) -> None:
+        for chunk in self._ordered:
+            chunk.drop()
 
     def _gradient_norm(self) -> float:
         chained = self._optimizer.chained_optimizers

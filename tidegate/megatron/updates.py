@@ -2,15 +2,15 @@
 
 Order:
 1. Gradients are zeroed.
-2. All micro-batches run forward and backward.
-3. Gradients are reduced.
+2. The micro-batches run forward and backward, in one portion or in several.
+3. Gradients are reduced, and scaled once.
 4. The losses' sums are added up.
 5. The global gradient norm is computed.
 6. Clipping, the learning rate and the step.
 
 Invariants:
-- The loss's weights include the global denominators, so gradients are only ever added, over micro-batches and over
-  data- and context-parallel ranks.
+- Gradients are only ever added, over portions, micro-batches, and data- and context-parallel ranks. Denominators that
+  are known only with the last portion are in the scale. [test_portions: come_close_to_a_whole_minibatch]
 - Nothing is applied on any rank unless the loss and the norm are finite. All ranks see this alike, because both are
   sums over all ranks of the mesh.
 - Standby ranks take no part.
@@ -50,7 +50,10 @@ class Update:
 
 
 class Updater:
-    """Makes updates. Every rank of the mesh makes the same calls, with its own micro-batches."""
+    """Makes one update. Every rank of the mesh makes the same calls, with its own micro-batches.
+
+    Gradients of portions wait in the chunks' buffers until `update`, or until `drop`.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,14 @@ class Updater:
         self._optimizer = optimizer
         self._groups = groups
         self._num_sums = num_sums
+        self._sums: torch.Tensor | None = None
+
+    def accumulate(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> None:
+        """Add the gradients of a portion's micro-batches, which may be none on this rank. `on_logits`: see `update`."""
+        self._run(batches, on_logits, is_last=False)
+
+    def drop(self) -> None:
+        """Give back what the portions hold besides the chunks' buffers. The updater ends."""
 
     def update(
         self,
@@ -72,15 +83,20 @@ class Updater:
         on_logits: OnLogits,
         learning_rate: float,
         *,
+        scale: float = 1.0,
         applying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Update:
-        """`on_logits` keeps sums over a micro-batch, the loss first. All cp and tp ranks of the last stage keep the
-        same.
+        """Run the last portion and apply the update. `scale` is the factor on the sum of all portions' gradients.
 
+        `on_logits` keeps sums over a micro-batch, the loss first. All cp and tp ranks of the last stage keep the same.
         Weights and optimizer state change within `applying()`.
         """
-        kept = self._forward_backward(batches, on_logits)
-        sums = self._add_up(kept)
+        self._run(batches, on_logits, is_last=True)
+        finalize_model_grads(list(self._chunks), None, pg_collection=self._groups)
+        if scale != 1.0:
+            for chunk in self._chunks:
+                chunk.scale_gradients(scale)
+        sums = self._add_up()
         self._optimizer.prepare_grads()
         norm = self._gradient_norm()
         if not (math.isfinite(norm) and math.isfinite(sums[0])):
@@ -91,21 +107,41 @@ class Updater:
             self._optimizer.step_with_ready_grads()
         return Update(sums, norm, committed=True)
 
-    def _forward_backward(self, batches: Sequence[TokenBatch], on_logits: OnLogits) -> list[torch.Tensor]:
+    def _run(self, batches: Sequence[TokenBatch], on_logits: OnLogits, *, is_last: bool) -> None:
+        if self._sums is None:
+            self._begin()
+            self._sums = torch.zeros(self._shape_of_sums, dtype=torch.float64, device=self._device)
+        self._expect(batches, is_last=is_last)
+        kept = run_micro_batches(
+            self._chunks, batches, on_logits, groups=self._groups, device=self._device, forward_only=False
+        )
+        if self._is_reporter:
+            for number, part in enumerate(kept):
+                self._row(self._sums, batches[number]).add_(part)
+
+    def _begin(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        return run_micro_batches(
-            self._chunks, batches, on_logits, groups=self._groups, device=self._device, forward_only=False
-        )
 
-    def _add_up(self, kept: Sequence[torch.Tensor]) -> tuple[float, ...]:
-        sums = torch.zeros(self._num_sums, dtype=torch.float64, device=self._device)
-        if self._is_reporter:
-            for part in kept:
-                sums += part
-        dist.all_reduce(sums, group=self._groups.intra_dist_opt)
-        return tuple(sums.tolist())
+    def _expect(self, batches: Sequence[TokenBatch], *, is_last: bool) -> None:
+        """Prepare for these micro-batches, which come next."""
+
+    @property
+    def _shape_of_sums(self) -> tuple[int, ...]:
+        return (self._num_sums,)
+
+    def _row(self, sums: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """The row to which the micro-batch's sums are added."""
+        return sums
+
+    def _add_up(self) -> tuple[float, ...]:
+        assert self._sums is not None, "the last portion has run"
+        dist.all_reduce(self._sums, group=self._groups.intra_dist_opt)
+        return tuple(self._total(self._sums).tolist())
+
+    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
 
     def _gradient_norm(self) -> float:
         return float(self._optimizer.get_grad_norm())
@@ -131,10 +167,8 @@ def data_parallel(
 ) -> DistributedDataParallel:
     """The chunk with fp32 gradient buffers, reduced over the groups' data- and context-parallel ranks."""
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    ddp = wrapper(config=get_model_config(chunk), ddp_config=config, module=chunk, pg_collection=groups)
-    # The loss's weights include the global denominators already: add gradients without dividing.
-    get_model_config(chunk).finalize_model_grads_func = _finalize_without_division
-    return ddp
+    # Megatron's config has no `finalize_model_grads_func`: the schedule would reduce gradients after each portion.
+    return wrapper(config=get_model_config(chunk), ddp_config=config, module=chunk, pg_collection=groups)
 
 
 def distributed_optimizer(
@@ -152,7 +186,3 @@ def distributed_optimizer(
     return get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False, pg_collection=groups
     )
-
-
-def _finalize_without_division(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    finalize_model_grads(chunks, None, **kwargs)

@@ -117,6 +117,10 @@ class Fatal:
     def num_sums(self) -> int:
         return self.tokens.num_sums
 
+    @property
+    def scale(self) -> float:
+        return self.tokens.scale
+
     def of_rank(self, place: RankPlace) -> tuple[Sequence[TokenBatch], OnLogits]:
         batches, _ = self.tokens.of_rank(place)
 

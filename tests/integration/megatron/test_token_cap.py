@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.actor.grpo import Aggregation, GrpoSettings, token_weights
+from services.actor.grpo import Aggregation, GrpoSettings, minibatch_scale, token_weights
 from services.actor.grpo_loss import grpo_loss
 from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.microbatch import TrainBatch, TrainSample, packed_samples, train_batches
@@ -53,7 +53,7 @@ def drawn_weights() -> Weights:
 
 
 def of_micro_batches(samples: Sequence[TrainSample], grpo: GrpoSettings, batches: Sequence[TrainBatch]) -> Weights:
-    """The gradients of the micro-batches, added up as the ranks do."""
+    """The gradients of the micro-batches, added up and scaled as the ranks do."""
     weights = {name: tensor.requires_grad_() for name, tensor in drawn_weights().items()}
     total = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     for batch in batches:
@@ -65,7 +65,7 @@ def of_micro_batches(samples: Sequence[TrainSample], grpo: GrpoSettings, batches
         loss = grpo_loss(log_probs_BS, batch, grpo).loss
         for name, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
             total[name] += gradient
-    return total
+    return {name: tensor * minibatch_scale(samples, grpo) for name, tensor in total.items()}
 
 
 def of_one_batch(samples: list[TrainSample], grpo: GrpoSettings) -> Weights:

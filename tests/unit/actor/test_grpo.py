@@ -16,6 +16,7 @@ from services.actor.grpo import (
     check_samples,
     group_advantages,
     iteration_metrics,
+    minibatch_scale,
     token_weights,
     update_metrics,
 )
@@ -51,7 +52,7 @@ def test_groups_without_spread_have_no_advantage(rewards: list[float]) -> None:
     assert group_advantages(rewards).tolist() == [0.0] * len(rewards)
 
 
-WEIGHTS = {
+WEIGHTS = {  # in the loss of the minibatch, times its scale
     Aggregation.TOKEN_MEAN: [1 / 5, 1 / 5, 0.0],
     Aggregation.SEQ_MEAN_TOKEN_MEAN: [1 / 2, 1 / 8, 0.0],
     Aggregation.SEQ_MEAN_TOKEN_SUM: [1 / 2, 1 / 2, 0.0],
@@ -62,18 +63,33 @@ WEIGHTS = {
 @pytest.mark.parametrize(("aggregation", "want"), WEIGHTS.items(), ids=WEIGHTS)
 def test_weights_hold_the_denominators_of_the_whole_minibatch(aggregation: Aggregation, want: list[float]) -> None:
     settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
-    assert token_weights([sample(1), sample(4), sample(7, masked=True)], settings) == pytest.approx(want)
+    assert scaled_weights([sample(1), sample(4), sample(7, masked=True)], settings) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+def test_samples_have_the_same_weights_whichever_portion_they_are_in(aggregation: Aggregation) -> None:
+    settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
+    samples = [sample(1), sample(4), sample(7, masked=True), sample(2)]
+    for cut in range(len(samples) + 1):
+        portions = samples[:cut], samples[cut:]
+        assert [each for portion in portions for each in token_weights(portion, settings)] == token_weights(
+            samples, settings
+        )
+
+
+def scaled_weights(samples: list[TrainSample], settings: GrpoSettings) -> list[float]:
+    return [weight * minibatch_scale(samples, settings) for weight in token_weights(samples, settings)]
 
 
 def test_a_sample_of_zero_advantage_stays_in_the_denominators() -> None:
     samples = [sample(1), replace(sample(4), advantage=0.0)]
-    assert token_weights(samples, GrpoSettings()) == pytest.approx([1 / 5, 1 / 5])
+    assert scaled_weights(samples, GrpoSettings()) == pytest.approx([1 / 5, 1 / 5])
 
 
 @pytest.mark.parametrize("aggregation", Aggregation)
 def test_a_minibatch_whose_samples_are_all_masked_weighs_nothing(aggregation: Aggregation) -> None:
     settings = GrpoSettings(aggregation=aggregation, max_new_tokens=10)
-    assert token_weights([sample(2, masked=True)], settings) == [0.0]
+    assert scaled_weights([sample(2, masked=True)], settings) == [0.0]
 
 
 def test_an_aggregation_with_a_constant_divisor_needs_max_new_tokens() -> None:
@@ -89,7 +105,7 @@ def test_a_kl_penalty_without_reference_log_probabilities_is_refused() -> None:
 
 def test_metrics_are_means_over_the_tokens_that_count() -> None:
     samples = [sample(1), sample(3), sample(5, masked=True)]
-    got = update_metrics(samples, [9.0, 2.0, 1.0, 6.0, 0.5], importance_cap=None)
+    got = update_metrics(samples, [9.0, 2.0, 1.0, 6.0, 2.0], scale=0.25, importance_cap=None)
     want = {
         "kl": 0.5,
         "clip_fraction": 0.25,
@@ -202,4 +218,5 @@ def test_an_iterations_metrics_combine_the_finite_metrics_of_all_its_updates() -
     broken = {"loss": math.nan, "num_tokens": 5.0, "mismatch_max": 0.0, "lr": 3e-3}
     want = {"loss": 2.0, "num_tokens": 35.0, "mismatch_max": 0.5, "lr": 3e-3}
     assert iteration_metrics([first, second, broken]) == want
+    assert iteration_metrics([{"dropped_tokens": 7.0}, {"dropped_tokens": 0.0}]) == {"dropped_tokens": 7.0}
     assert iteration_metrics([]) == {}

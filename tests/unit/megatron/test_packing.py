@@ -184,16 +184,16 @@ def test_the_micro_batches_of_a_long_tail_are_even() -> None:
 
 
 FILLINGS: dict[str, tuple[Limits, ReplicaPlace, Filling]] = {
-    "one micro-batch": (TokenCap(64), ReplicaPlace(), Filling(1, 1 - 30 / 64)),
+    "one micro-batch": (TokenCap(64), ReplicaPlace(), Filling(1, 1 - 30 / 64, 64)),
     "a replica without samples, which runs a filler": (
         BatchLimits(max_sequences=4),
         ReplicaPlace(num_replicas=2),
-        Filling(1, 1 - 30 / (64 + 8)),
+        Filling(1, 1 - 30 / (64 + 8), 72),
     ),
     "logical shards, two a replica": (
         TokenCap(64),
         ReplicaPlace(num_replicas=2, num_shards=4),
-        Filling(2, 1 - 30 / 40),
+        Filling(2, 1 - 30 / 40, 40),
     ),
 }
 
@@ -203,7 +203,7 @@ def test_the_filling_has_the_number_of_micro_batches_and_the_share_of_padding(
     limits: Limits, place: ReplicaPlace, want: Filling
 ) -> None:
     assert plan_micro_batches([16, 8, 5, 1], limits, place).filling == want
-    assert plan_micro_batches([], limits, place).filling == Filling(0, 0.0)
+    assert plan_micro_batches([], limits, place).filling == Filling(0, 0.0, 0)
 
 
 def test_the_example_in_the_docs() -> None:
