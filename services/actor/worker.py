@@ -15,12 +15,13 @@ Invariants:
 - A worker that lost a peer leaves its epoch, keeps its state, and reports the loss.
   [test_worker: members_that_lost_a_peer]
 - An update is made once, however often it is requested. [test_worker: the_state_includes_is_not_repeated]
+- An update has exactly the portions that its call counts. [test_worker: portions_of_another_number]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -85,6 +86,8 @@ class TrainerWorker:
         self._open: _PreparedReshard | None = None
         self._last_committed = ""
         self._last_update = wire.UpdateReport()
+        self._open_update = ""
+        """The update whose portions the trainer accumulates."""
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
@@ -96,6 +99,8 @@ class TrainerWorker:
                 yield from self._warm_up(call)
             case "train":
                 yield self._train(call)
+            case "accumulate":
+                yield self._accumulate(call)
             case "publish":
                 yield self._publish(call)
             case "save":
@@ -194,27 +199,44 @@ class TrainerWorker:
                 trainer.reset_optimizer()
             yield Answer(call.call_id, progress, last=step + 1 == warm_up.num_steps)
 
+    def _accumulate(self, call: wire.WorkerCall) -> Answer:
+        _, trainer = self._training()
+        portion = call.accumulate
+        samples, update_id = _train_samples(portion.samples), portion.update_id
+        _check_progress(trainer, update_id, portion.lr_before)
+        self._check_portions(trainer, update_id, portion.num_before)
+        self._open_update = update_id
+        with self._peers(f"portion {portion.num_before} of update {update_id}"):
+            trainer.accumulate(samples, bundle_sizes=portion.bundle_sizes)
+        return Answer(call.call_id)
+
+    def _check_portions(self, trainer: MegatronTrainer, update_id: str, num_before: int) -> None:
+        """Drop what a call for a whole minibatch does not count. Raises CallRefused where the portions are others."""
+        if num_before == 0:
+            trainer.drop_portions()
+        held = trainer.num_portions if self._open_update == update_id else 0
+        if held != num_before:
+            raise CallRefused(
+                f"update {update_id} has {num_before} portions so far, and the gradients here are of {held}: begin "
+                "again with its first portion"
+            )
+
     def _train(self, call: wire.WorkerCall) -> Answer:
         _, trainer = self._training()
-        try:
-            samples = [_train_sample(sample) for sample in call.train.samples]
-        except ValueError as error:
-            raise CallRefused(str(error)) from error
-        update_id = call.train.update_id
+        samples, update_id = _train_samples(call.train.samples), call.train.update_id
         if trainer.elastic.cursor.get(_UPDATE) == update_id:
             # Avoid a second update: a repeated request gets the report of the first.
             has_report = self._last_update.update_id == update_id
             return Answer(
                 call.call_id, self._last_update if has_report else _report_without_figures(update_id, trainer)
             )
-        if (held := _lr_mark(trainer)) != call.train.lr_before:
-            raise CallRefused(
-                f"update {update_id} follows {call.train.lr_before or 'no update'}, and the state here is of "
-                f"{held or 'no update'}: resume all ranks from one checkpoint"
-            )
+        _check_progress(trainer, update_id, call.train.lr_before)
+        self._check_portions(trainer, update_id, call.train.num_portions)
         cursor = {_UPDATE: update_id, _LR: call.train.lr_after}
         with self._peers(f"update {update_id}"):
-            report = trainer.train_minibatch(samples, call.train.learning_rate, cursor=cursor)
+            report = trainer.train_minibatch(
+                samples, call.train.learning_rate, bundle_sizes=call.train.bundle_sizes, cursor=cursor
+            )
         self._last_update = wire.UpdateReport(
             update_id=update_id,
             committed=report.committed,
@@ -341,6 +363,15 @@ def _report_without_figures(update_id: str, trainer: MegatronTrainer) -> wire.Up
     )
 
 
+def _check_progress(trainer: MegatronTrainer, update_id: str, lr_before: str) -> None:
+    """Raises CallRefused where the state is of another learning-rate progress than the update follows."""
+    if (held := _lr_mark(trainer)) != lr_before:
+        raise CallRefused(
+            f"update {update_id} follows {lr_before or 'no update'}, and the state here is of {held or 'no update'}: "
+            "resume all ranks from one checkpoint"
+        )
+
+
 def _lr_mark(trainer: MegatronTrainer) -> str:
     """The learning-rate progress of the state. Empty before the first update."""
     return str(trainer.elastic.cursor.get(_LR, ""))
@@ -406,6 +437,14 @@ def _demonstration(job: Job, index: int) -> Demonstration:
     prompt = job.tokenizer.encode_prompt(demonstration.prompt.text)
     response = job.tokenizer.encode_response(demonstration.response)
     return Demonstration(tokens=(*prompt, *response), loss_mask=(False,) * len(prompt) + (True,) * len(response))
+
+
+def _train_samples(wired: Iterable[wire.TrainSample]) -> list[TrainSample]:
+    """Raises CallRefused."""
+    try:
+        return [_train_sample(sample) for sample in wired]
+    except ValueError as error:
+        raise CallRefused(str(error)) from error
 
 
 def _train_sample(wired: wire.TrainSample) -> TrainSample:

@@ -30,10 +30,11 @@ class CallWork:
 
     def of_call(self, call: wire.WorkerCall) -> Work:
         match call.WhichOneof("body"):
-            case "train" if call.train.samples:
-                samples = call.train.samples
+            case "train" | "accumulate" as kind if getattr(call, kind).samples:
+                samples = getattr(call, kind).samples
                 num_tokens = sum(len(each.prompt_tokens) + len(each.response_tokens) for each in samples)
-                return {"iteration": samples[0].id.iteration, **self._version, "tokens": num_tokens}
+                minibatch = _minibatch_of(getattr(call, kind).update_id)
+                return {"iteration": samples[0].id.iteration, **minibatch, **self._version, "tokens": num_tokens}
             case "score" if call.score.groups:
                 groups = call.score.groups
                 num_tokens = sum(map(_num_tokens, groups))
@@ -53,3 +54,9 @@ class CallWork:
 
 def _num_tokens(group: samples_pb2.SampleGroup) -> int:
     return sum(len(group.prompt_tokens) + len(sample.response_tokens) for sample in group.samples)
+
+
+def _minibatch_of(update_id: str) -> Work:
+    """The number of the minibatch in its iteration; {} for an id of another form."""
+    number = update_id.rpartition(".")[2]
+    return {"minibatch": int(number)} if number.isdecimal() else {}

@@ -83,7 +83,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
     async def HoldTraining(
         self, request: commands_pb2.HoldTrainingRequest, context: Context
     ) -> commands_pb2.HoldTrainingResponse:
-        raise _not_yet("HoldTraining")
+        return commands_pb2.HoldTrainingResponse(result=await self._accept_once(request))
 
     async def OrderGroups(
         self, request: commands_pb2.OrderGroupsRequest, context: Context

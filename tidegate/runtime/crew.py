@@ -23,7 +23,7 @@ from tidegate.v1 import workers_pb2 as wire
 
 Result = TypeVar("Result")
 
-_WORK = frozenset({"warm_up", "train", "export", "generate", "score"})
+_WORK = frozenset({"warm_up", "train", "accumulate", "export", "generate", "score"})
 """Calls whose duration depends on the model and the data. The others are bounded like a command."""
 
 

@@ -45,6 +45,7 @@ Command: TypeAlias = (
     | commands_pb2.OpenIterationRequest
     | commands_pb2.CloseIterationRequest
     | commands_pb2.EvaluateRequest
+    | commands_pb2.HoldTrainingRequest
 )
 Work: TypeAlias = types_pb2.IterationPlan | types_pb2.EvaluationPlan
 """The work that a lead does beside its commands, until it is done, closed or superseded."""
@@ -93,6 +94,8 @@ class Lead(ABC):
     """Whether the component can move to other GPUs while it works."""
     can_evaluate = False
     """Whether it can generate responses for an evaluation."""
+    can_hold = False
+    """Whether it trains, and can stop to begin minibatches."""
 
     def __init__(self, tools: LeadTools) -> None:
         self.tools = tools
@@ -123,6 +126,11 @@ class Lead(ABC):
             raise CommandRefused(f"command {header.id}: only an actor moves while it works; start and stop the others")
         if isinstance(command, commands_pb2.EvaluateRequest) and not self.can_evaluate:
             raise CommandRefused(f"command {header.id}: only a rollout evaluates; send it to that")
+        if isinstance(command, commands_pb2.HoldTrainingRequest):
+            if not self.can_hold:
+                raise CommandRefused(f"command {header.id}: only an actor trains; send it to that")
+            if (header.incarnation, command.iteration) < (self.incarnation, self.iteration):
+                raise CommandRefused(f"command {header.id}: iteration {command.iteration} is not open")
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
@@ -234,6 +242,10 @@ class Lead(ABC):
         """
         raise AssertionError(f"{type(self).__name__} took what it refuses: the evaluation of version {plan.version}")
 
+    def hold_training(self, request: commands_pb2.HoldTrainingRequest) -> None:
+        """Lets a component that `can_hold` begin no further minibatch of the iteration, or go on."""
+        raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
+
     async def migrate(self, request: commands_pb2.MigrateRequest) -> None:
         """Moves a component that `can_migrate` to other GPUs, or into another layout, while it works."""
         raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
@@ -321,6 +333,8 @@ class Lead(ABC):
                     # The iteration's report is in, or this command would not come. A new lead repeats the report first.
                     await asyncio.wait([self._iteration_task])
                 await self._open(command.plan)
+            case commands_pb2.HoldTrainingRequest():
+                self.hold_training(command)
 
     async def begin(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Starts work beside further commands, such as the end of the component. An iteration waits for it."""

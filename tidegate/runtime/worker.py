@@ -67,6 +67,7 @@ _STATE_OF_CALL = {
     "start_scorer": SlotState.STARTING,
     "warm_up": SlotState.TRAINING,
     "train": SlotState.TRAINING,
+    "accumulate": SlotState.TRAINING,
     "publish": SlotState.PUBLISHING,
     "save": SlotState.SAVING,
     "export": SlotState.SAVING,

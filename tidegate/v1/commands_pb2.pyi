@@ -597,7 +597,9 @@ Global___CloseIterationResponse: _TypeAlias = CloseIterationResponse  # noqa: Y0
 
 @_typing.final
 class HoldTrainingRequest(_message.Message):
-    """Actor: begin no further minibatch of this iteration while the hold lasts. The open minibatch is finished."""
+    """Actor: begin no further minibatch of this iteration while the hold lasts. A minibatch of which a portion was trained is
+    finished, with the groups that still come. One whose portions were all dropped is not begun.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -32,6 +32,7 @@ class WorkerCall(_message.Message):
     START_ACTOR_FIELD_NUMBER: _builtins.int
     WARM_UP_FIELD_NUMBER: _builtins.int
     TRAIN_FIELD_NUMBER: _builtins.int
+    ACCUMULATE_FIELD_NUMBER: _builtins.int
     PUBLISH_FIELD_NUMBER: _builtins.int
     SAVE_FIELD_NUMBER: _builtins.int
     JOIN_WORLD_FIELD_NUMBER: _builtins.int
@@ -59,6 +60,8 @@ class WorkerCall(_message.Message):
     def warm_up(self) -> Global___WarmUp: ...
     @_builtins.property
     def train(self) -> Global___Train: ...
+    @_builtins.property
+    def accumulate(self) -> Global___Accumulate: ...
     @_builtins.property
     def publish(self) -> Global___Publish: ...
     @_builtins.property
@@ -100,6 +103,7 @@ class WorkerCall(_message.Message):
         start_actor: Global___StartActor | None = ...,
         warm_up: Global___WarmUp | None = ...,
         train: Global___Train | None = ...,
+        accumulate: Global___Accumulate | None = ...,
         publish: Global___Publish | None = ...,
         save: Global___Save | None = ...,
         join_world: Global___JoinWorld | None = ...,
@@ -117,11 +121,11 @@ class WorkerCall(_message.Message):
         stop: Global___Stop | None = ...,
         stand_down: Global___StandDown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "accumulate", b"accumulate", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "accumulate", b"accumulate", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "accumulate", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -608,8 +612,51 @@ class TrainSample(_message.Message):
 Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
 
 @_typing.final
+class Accumulate(_message.Message):
+    """A portion of the next update's minibatch, not its last one. Its gradients are added and stay uncommitted: they are
+    lost with any change of the ranks. Every rank gets all of the portion and takes its part.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    NUM_BEFORE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    BUNDLE_SIZES_FIELD_NUMBER: _builtins.int
+    LR_BEFORE_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    num_before: _builtins.int
+    """How many portions of this update came before. 0: drop all gradients first. A rank that has another number refuses."""
+    lr_before: _builtins.str
+    """As in Train."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainSample]: ...
+    @_builtins.property
+    def bundle_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many samples each bundle has. Bundles are packed one by one in reproducible mode."""
+
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        num_before: _builtins.int = ...,
+        samples: _abc.Iterable[Global___TrainSample] | None = ...,
+        bundle_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        lr_before: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_sizes", b"bundle_sizes", "lr_before", b"lr_before", "num_before", b"num_before", "samples", b"samples", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Accumulate: _TypeAlias = Accumulate  # noqa: Y015
+
+@_typing.final
 class Train(_message.Message):
-    """One optimizer update over a whole minibatch. Every rank gets all of the minibatch and takes its part."""
+    """One optimizer update over a minibatch, with the samples that are left of it after its portions. Every rank gets all
+    of them and takes its part.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -618,6 +665,8 @@ class Train(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     LR_BEFORE_FIELD_NUMBER: _builtins.int
     LR_AFTER_FIELD_NUMBER: _builtins.int
+    NUM_PORTIONS_FIELD_NUMBER: _builtins.int
+    BUNDLE_SIZES_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     learning_rate: _builtins.float
     lr_before: _builtins.str
@@ -625,8 +674,14 @@ class Train(_message.Message):
     refuses the update. Empty before the first one.
     """
     lr_after: _builtins.str
+    num_portions: _builtins.int
+    """How many portions came before. 0: the samples are the whole minibatch."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainSample]: ...
+    @_builtins.property
+    def bundle_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in Accumulate."""
+
     def __init__(
         self,
         *,
@@ -635,10 +690,12 @@ class Train(_message.Message):
         learning_rate: _builtins.float = ...,
         lr_before: _builtins.str = ...,
         lr_after: _builtins.str = ...,
+        num_portions: _builtins.int = ...,
+        bundle_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "lr_after", b"lr_after", "lr_before", b"lr_before", "samples", b"samples", "update_id", b"update_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_sizes", b"bundle_sizes", "learning_rate", b"learning_rate", "lr_after", b"lr_after", "lr_before", b"lr_before", "num_portions", b"num_portions", "samples", b"samples", "update_id", b"update_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

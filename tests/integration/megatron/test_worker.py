@@ -87,6 +87,17 @@ def test_impossible_calls_are_refused_with_the_reason(run: Run) -> None:
     assert stale == "the state is of epoch 1, this is 2: reshard it first"
 
 
+def test_portions_of_another_number_are_refused_and_those_of_an_update_have_the_loss_of_a_whole_minibatch(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    for member in ranks.run(f"{RANKS}:in_portions", 2, {"folder": str(tmp_path)}):
+        assert member["losses"] == pytest.approx(fixed["losses"][:3], abs=TOLERANCE)
+        never_begun, other_number, dropped = member["refusals"].tolist()
+        assert "update 1.0.0 has 1 portions so far, and the gradients here are of 0" in never_begun
+        assert "update 1.0.0 has 1 portions so far, and the gradients here are of 2" in other_number
+        assert "update 1.0.1 has 1 portions so far, and the gradients here are of 0" in dropped
+
+
 def test_members_that_lost_a_peer_in_a_reshard_report_it_and_train_in_the_next_epoch(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:

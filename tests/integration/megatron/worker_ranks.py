@@ -277,6 +277,48 @@ def replaced_twice(context: RankContext, *, folder: str) -> Results:
     return {"losses": np.array(member.losses)}
 
 
+def in_portions(context: RankContext, *, folder: str) -> Results:
+    """An update in portions, and one whose portions a reshard drops. Calls that count other portions are refused."""
+    member = Member(context, _config(folder, folder))
+    member.join(1, [0, 1])
+    member.start([0, 1], dp=2)
+    refusals = [member.refusal(_portion(member.training(0), 0, 4, num_before=1))]
+    for number in range(2):
+        member.ask(_portion(member.training(0), 4 * number, 4 * number + 4, num_before=number))
+    refusals.append(member.refusal(_rest(member.training(0), 8, num_portions=1)))
+    losses = [member.ask(_rest(member.training(0), 8, num_portions=2)).loss]
+    member.ask(_portion(member.training(1), 0, 4, num_before=0))
+    member.reshard("move", [1, 0], pp=2)
+    refusals.append(member.refusal(_rest(member.training(1), 4, num_portions=1)))
+    losses.append(member.ask(member.training(1)).loss)
+    member.ask(_portion(member.training(2), 0, 8, num_before=0))
+    # A call for the whole minibatch drops the portions before it.
+    losses.append(member.ask(member.training(2)).loss)
+    member.worker.close()
+    return {"losses": np.array(losses), "refusals": np.array(refusals)}
+
+
+def _portion(whole: wire.WorkerCall, first: int, stop: int, *, num_before: int) -> wire.WorkerCall:
+    train = whole.train
+    portion = wire.Accumulate(
+        update_id=train.update_id,
+        samples=train.samples[first:stop],
+        bundle_sizes=[small_job.GROUP_SIZE] * ((stop - first) // small_job.GROUP_SIZE),
+        num_before=num_before,
+        lr_before=train.lr_before,
+    )
+    return wire.WorkerCall(accumulate=portion)
+
+
+def _rest(whole: wire.WorkerCall, first: int, *, num_portions: int) -> wire.WorkerCall:
+    rest = wire.Train()
+    rest.CopyFrom(whole.train)
+    del rest.samples[:first]
+    rest.num_portions = num_portions
+    rest.bundle_sizes.extend([small_job.GROUP_SIZE] * (len(rest.samples) // small_job.GROUP_SIZE))
+    return wire.WorkerCall(train=rest)
+
+
 def without_a_store(context: RankContext, *, folder: str) -> Results:
     """The server of the first epoch's store is dead. The second epoch needs no server."""
     member = Member(context, _config(folder, str(context.tmpfs)))

@@ -17,8 +17,11 @@ def test_an_update_has_its_iteration_the_published_version_and_the_tokens_of_its
     work = CallWork()
     sample = wire.TrainSample(id=types_pb2.SampleId(iteration=4), prompt_tokens=[1, 2], response_tokens=[3, 4, 5])
     assert work.of_call(PUBLISHED) == {"version": 4}
-    update = wire.WorkerCall(train=wire.Train(samples=[sample, sample]))
-    assert work.of_call(update) == {"iteration": 4, "version": 4, "tokens": 10}
+    want = {"iteration": 4, "minibatch": 7, "version": 4, "tokens": 10}
+    update = wire.WorkerCall(train=wire.Train(update_id="1.4.7", samples=[sample, sample]))
+    assert work.of_call(update) == want
+    portion = wire.WorkerCall(accumulate=wire.Accumulate(update_id="1.4.7", samples=[sample, sample]))
+    assert work.of_call(portion) == want
 
 
 def test_a_scoring_has_what_its_groups_say() -> None:

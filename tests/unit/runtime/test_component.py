@@ -161,7 +161,15 @@ async def test_a_component_that_does_not_generate_refuses_to_evaluate(tmp_path: 
         assert of.lead.diary == []
 
 
-@pytest.mark.parametrize("call", ["Suspend", "Resume", "HoldTraining", "OrderGroups"])
+async def test_a_component_that_does_not_train_refuses_to_hold(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        request = commands_pb2.HoldTrainingRequest(header=of.hosted.bench.header(), holds=True)
+        answer = (await of.stub.HoldTraining(request)).result
+        assert (answer.accepted, "only an actor trains" in answer.message) == (False, True)
+        assert of.lead.diary == []
+
+
+@pytest.mark.parametrize("call", ["Suspend", "Resume", "OrderGroups"])
 async def test_calls_that_this_release_does_not_support_are_unimplemented(tmp_path: Path, call: str) -> None:
     async with served(tmp_path) as of:
         request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
