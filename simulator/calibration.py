@@ -129,7 +129,7 @@ def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
     for key in ("prompts_per_iteration", "group_size", "n_minibatches"):
         yield FittedValue(f"algorithm.{key}", getattr(own, key), "")
     yield FittedValue("algorithm.minibatch_order", own.minibatch_order.value, "")
-    yield FittedValue("algorithm.streams", False, "a minibatch starts when all its groups have arrived")
+    yield FittedValue("algorithm.streams", config.actor.streams_minibatches, "")
     kept = "mean of the samples that the run kept" if run.prompt_tokens else "unknown: the run kept no samples"
     yield FittedValue("algorithm.prompt_tokens", run.prompt_tokens, kept)
 

@@ -261,14 +261,22 @@ def _minibatches(
     return tuple(
         Minibatch(
             sum(picture.lengths[_place(sample, number * groups, picture)] + prompt_tokens for sample in samples),
-            _stretch_s(call),
+            _added_s(call),
         )
         for samples, call in zip(own, _calls(spans, len(own)), strict=True)
     )
 
 
 def _calls(spans: Sequence[Span], num_calls: int) -> list[list[Span]]:
-    """The spans of each call. The largest gaps between spans separate the calls."""
+    """The spans of each update, without the time in which it waits for groups.
+
+    Spans name their minibatch. Where a run's spans do not, the largest gaps between them separate the updates.
+    """
+    numbers = [dict(span.work).get("minibatch") for span in spans]
+    if None not in numbers:
+        updated = sorted({number for number in numbers if number is not None})
+        found = [[span for span, of in zip(spans, numbers, strict=True) if of == number] for number in updated]
+        return found + [[]] * (num_calls - len(found))
     gaps = sorted(range(1, len(spans)), key=lambda at: spans[at - 1].end_ns - spans[at].start_ns)
     bounds = [0, *sorted(gaps[: max(0, num_calls - 1)]), len(spans)]
     return [list(spans[first:end]) for first, end in pairwise(bounds)] if num_calls else []

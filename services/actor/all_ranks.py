@@ -4,6 +4,9 @@ A request waits until every rank of the layout is present. A death leaves the la
 brings the rank back. The living ranks may have served a request before it is repeated, so a repeat must have the same
 result.
 
+A request may leave something uncommitted on the ranks, such as gradients. `num_interruptions` tells whether all of it
+is still there: it grows when a rank dies in a request, and when the ranks are someone's `alone`.
+
 Invariant: at most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
 """
 
@@ -36,6 +39,9 @@ class AllRanks:
         self._asking = asyncio.Lock()
         self._switched = asyncio.Event()
         """The next committed resize sets it."""
+        self.num_interruptions = 0
+        self.note_interruption: Callable[[], None] = lambda: None
+        """Called when an interruption is over."""
         self._log = structlog.get_logger("all_ranks")
 
     @property
@@ -43,10 +49,14 @@ class AllRanks:
         return len(self._crew.members) == self.layout.num_ranks
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Send the ranks no other request within this context."""
+    async def alone(self, *, changes_ranks: bool = True) -> AsyncIterator[None]:
+        """Send the ranks no other request within this context. If it `changes_ranks`, it is an interruption."""
         async with self._asking:
-            yield
+            self.num_interruptions += changes_ranks
+            try:
+                yield
+            finally:
+                self.note_interruption()
 
     def switch(self, layout: Layout) -> None:
         """Record that a resize to this layout is in force."""
@@ -67,6 +77,7 @@ class AllRanks:
                     except WorkerUnreachable:
                         raise
                     except (WorkerGone, WorkerRefused) as error:
+                        self.num_interruptions += 1
                         await self._crew.forget_dead()
                         if self.are_present:
                             raise

@@ -6,8 +6,9 @@ Invariant: every figure in a journal's row or in a report is finite or null, as 
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.actor.grpo import group_advantages, iteration_metrics
 from services.actor.ledger import OpenIteration
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.training_picture import TrainingPicture
+from tidegate.candidates import has_spread
 from tidegate.codec import fate_of, finite_only
 from tidegate.config.sections.job import AlgorithmSection
 from tidegate.ports.bus import SampleDelivery
@@ -25,13 +27,26 @@ from tidegate.v1 import workers_pb2 as wire
 
 
 @dataclass(slots=True)
+class BegunMinibatch:
+    """The portions of the open minibatch whose gradients the ranks hold uncommitted."""
+
+    num_portions: int = 0
+    num_tokens: int = 0
+    """Their response tokens."""
+    num_interruptions: int = 0
+    """`AllRanks.num_interruptions` at the last of them: at another number the gradients are lost."""
+
+
+@dataclass(slots=True)
 class IterationState:
-    """The state of one iteration's training; `held` are the groups that wait for their minibatch, by prompt."""
+    """The state of one iteration's training; `held` are the groups that wait for their update, by prompt."""
 
     plan: types_pb2.IterationPlan
     assembly: MinibatchAssembly
     picture: TrainingPicture
     held: dict[int, SampleDelivery] = field(default_factory=dict)
+    trained_lengths: dict[int, list[int]] = field(default_factory=dict)
+    """The tokens of each sample, prompt and response, of the held groups that are not filtered, by prompt."""
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_failed_rewards: int = 0
@@ -39,6 +54,56 @@ class IterationState:
     num_duplicates_dropped: int = 0
     updates: list[dict[str, float]] = field(default_factory=list)
     """The metrics of each update."""
+    begun: BegunMinibatch = field(default_factory=BegunMinibatch)
+    num_dropped_tokens: int = 0
+    """The response tokens whose gradients were dropped, since the last update."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the next portion may have become ready."""
+
+    def hold(self, delivery: SampleDelivery, *, filters: bool) -> None:
+        """Take in a complete group. `filters`: whether a group without spread is not trained."""
+        group = delivery.group
+        spread = has_spread(rewards_of(group))
+        self.held[group.prompt] = delivery
+        if spread or not filters:
+            lengths = [len(group.prompt_tokens) + len(sample.response_tokens) for sample in group.samples]
+            self.trained_lengths[group.prompt] = lengths
+        self.assembly.add(group.prompt, has_spread=spread)
+
+    def let_go(self, prompts: Iterable[int]) -> list[SampleDelivery]:
+        """The deliveries of these groups, which are held no longer."""
+        for prompt in prompts:
+            self.trained_lengths.pop(prompt, None)
+        return [self.held.pop(prompt) for prompt in prompts]
+
+    def trained_groups(self, prompts: Iterable[int]) -> list[samples_pb2.SampleGroup]:
+        """The held groups of these prompts, without the filtered ones."""
+        return [self.held[prompt].group for prompt in prompts if prompt in self.trained_lengths]
+
+    def drop_portions(self) -> None:
+        """Count the portions of the open minibatch as lost. Its groups wait again."""
+        self.num_dropped_tokens += self.begun.num_tokens
+        self.begun = BegunMinibatch()
+        self.assembly.give_back()
+        self.picture.drop()
+
+    def note_groups(self, groups: Sequence[samples_pb2.SampleGroup]) -> None:
+        """Note the groups of a minibatch for the iteration's report."""
+        for group in groups:
+            self.rewards.extend(rewards_of(group))
+            self.lengths.extend(len(sample.response_tokens) for sample in group.samples)
+            self.num_failed_rewards += sum(len(sample.failures) for sample in group.samples)
+
+    async def until_changed(self, intake: asyncio.Task[None]) -> None:
+        """Wait until `changed` is set, and clear it. Raises the error of an intake of groups that failed."""
+        waiting = asyncio.create_task(self.changed.wait())
+        try:
+            await asyncio.wait([waiting, *([] if intake.done() else [intake])], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if intake.done():
+            intake.result()
+        self.changed.clear()
 
 
 def update_samples(group: samples_pb2.SampleGroup, algorithm: AlgorithmSection) -> list[wire.TrainSample]:
@@ -66,16 +131,20 @@ def update_report(reports: Sequence[wire.UpdateReport]) -> wire.UpdateReport:
     return next((report for report in reports if report.metrics), reports[0])
 
 
-def journal_row(update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float) -> dict[str, Any]:
+def journal_row(
+    update_id: str, ids: Sequence[SampleId], report: wire.UpdateReport, rate: float, *, num_dropped_tokens: int
+) -> dict[str, Any]:
     """The journal's row of one update, applied or not.
 
-    `rate` is the requested learning rate. The row of an applied update has the optimizer's own rate."""
+    `rate` is the requested learning rate. The row of an applied update has the optimizer's own rate.
+    `num_dropped_tokens` are those of portions that were trained for it in vain."""
     return {
         "update": update_id,
         "committed": report.committed,
         "loss": _number(report.loss),
         "grad_norm": _number(report.grad_norm),
         "learning_rate": report.learning_rates[0] if report.committed else rate,
+        "dropped_tokens": num_dropped_tokens,
         "samples": [str(sample) for sample in ids],
     }
 

@@ -1,14 +1,16 @@
 """The actor's lead: forms minibatches of complete groups, requests updates, keeps the ledger, publishes the weights.
 
-A resize takes place between two updates, saves or publishes. Groups that wait for their minibatch stay held meanwhile.
-A rank's death interrupts an update, a save or a publish. The lead waits for the resize that replaces the rank. It then
-repeats the request to all ranks: an update under its id, a save into an empty folder, a publish of the same version.
-It does not repeat the warm-up: a new incarnation loses only the warm-up's steps.
+A resize takes place between two portions, updates, saves or publishes. Groups that wait for their update stay held
+meanwhile. A rank's death interrupts a portion, an update, a save or a publish. The lead waits for the resize that
+replaces the rank. It then repeats the request to all ranks: an update under its id, a save into an empty folder, a
+publish of the same version. It does not repeat the warm-up: a new incarnation loses only the warm-up's steps.
 
 An update takes these steps:
-1. All ranks commit the optimizer's update.
-2. The sample ledger, the journal and the learning-rate ledger record it, in this order.
-3. The lead publishes the events and acknowledges the groups.
+1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize or a death
+   between two portions drops these gradients: their tokens are counted, and the minibatch begins again.
+2. With the last portion, all ranks commit the optimizer's update.
+3. The sample ledger, the journal and the learning-rate ledger record it, in this order.
+4. The lead publishes the events and acknowledges the groups.
 
 The end of an iteration takes these steps:
 1. The lead publishes its report.
@@ -18,6 +20,8 @@ The end of an iteration takes these steps:
 
 Invariants:
 - A sample enters the lineage once. [test_lead: after_its_update_is_dropped]
+- No group is acknowledged before its update. [test_streaming: nothing_is_acknowledged_between_portions]
+- A held lead begins no minibatch. [test_streaming: held_lead_begins_no_minibatch]
 - A group of another incarnation is never trained. [test_lead: older_incarnation_is_acknowledged_untrained]
 - A group of another iteration is never trained. [test_lead: future_incarnation_or_iteration]
 - A published version is a state between two updates, and no later update changes it.
@@ -31,21 +35,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
-from services.actor.iteration_state import IterationState, iteration_report, journal_row, update_report, update_samples
+from services.actor.iteration_state import IterationState, iteration_report, journal_row
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.lr import LrUpdate, ledger_of, lr_metrics, passed_budget, without_update
 from services.actor.membership import ActorWorld
 from services.actor.minibatches import MinibatchAssembly
+from services.actor.portions import Portion
 from services.actor.rates import TrainingRates
 from services.actor.sample_log import Fate, SampleLog, fate_of_update
 from services.actor.snapshots import SnapshotShelf
+from services.actor.streamed_updates import StreamedUpdates
 from services.actor.training_picture import TrainingPicture
 from services.actor.two_phase_resize import Resize, ResizeAborted, TwoPhaseResize, resize_of
-from tidegate.candidates import has_spread
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.lines import append_lines
@@ -53,7 +58,7 @@ from tidegate.lr.errors import TooManySkips
 from tidegate.lr.progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancellation import end_task
-from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, redelivery_delay_s, rewards_of
+from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, redelivery_delay_s
 from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
@@ -71,6 +76,7 @@ class UpdatesSkipped(ArithmeticError):
 
 class ActorLead(Lead):
     can_migrate = True
+    can_hold = True
 
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
@@ -93,6 +99,11 @@ class ActorLead(Lead):
         self._ledger = SampleLedger(incarnation=0)
         self._lr = ledger_of(config, None)
         self._rates = TrainingRates(config.assumptions.costs.update_s)
+        self._updates = StreamedUpdates(self._ranks, self.job)
+        self._held_iteration: tuple[int, int] | None = None
+        """The (incarnation, iteration) of which no further minibatch begins."""
+        self._note_change: Callable[[], None] = lambda: None
+        self._ranks.note_interruption = lambda: self._note_change()
 
     async def aclose(self) -> None:
         await self._end_resizes()
@@ -146,7 +157,7 @@ class ActorLead(Lead):
         else:
             await self._report_resize(resize, report, released, num_dead=num_dead)
         # A new standby joins the world of the next resize, so start it while no resize is at work.
-        async with self._ranks.alone():
+        async with self._ranks.alone(changes_ranks=False):
             await self._world.stand_by()
 
     async def _report_resize(
@@ -206,6 +217,14 @@ class ActorLead(Lead):
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
         raise ValueError("the actor makes the weights; it cannot load any")
+
+    def hold_training(self, request: commands_pb2.HoldTrainingRequest) -> None:
+        place = request.header.incarnation, request.iteration
+        if request.holds:
+            self._held_iteration = place
+        elif self._held_iteration == place:
+            self._held_iteration = None
+        self._note_change()
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         self._ledger = self._ledger.opened(
@@ -274,14 +293,27 @@ class ActorLead(Lead):
                 task.cancel()
 
     async def _train_all(self, state: IterationState) -> None:
+        intake = asyncio.create_task(self._take_in_all(state), name="intake")
+        self._note_change = state.changed.set
+        try:
+            while not state.assembly.is_done:
+                is_held = self._held_iteration == (self.incarnation, state.plan.iteration)
+                if (portion := self._updates.next_portion(state, is_held=is_held)) is None:
+                    await state.until_changed(intake)
+                else:
+                    await self._train(portion, state)
+        finally:
+            await end_task(intake)
+
+    async def _take_in_all(self, state: IterationState) -> None:
+        """Take in groups, also while others are trained, until all have come."""
         consumer = await self.tools.samples.consumer(
             self.tools.job_id, Stage.SCORED, "actor", on_dead_letter=self.tools.announcer.publish_dead_letter
         )
-        while not state.assembly.is_done:
+        while not state.assembly.candidates.is_complete:
             for delivery in await consumer.fetch(state.plan.num_prompts, timeout_s=_FETCH_TIMEOUT_S):
                 await self._take_in(delivery, state)
-            while (prompts := state.assembly.take()) is not None:
-                await self._train(prompts, state)
+            state.changed.set()
 
     async def _take_in(self, delivery: SampleDelivery, state: IterationState) -> None:
         group = delivery.group
@@ -291,13 +323,12 @@ class ActorLead(Lead):
             return
         match self._ledger.verdict(ids):
             case Verdict.NEW if group.prompt in state.held:
-                # Its in-progress ack came too late. Its update is still to come, so do not ack it:
-                # after a crash it must be delivered again.
+                # Its in-progress ack came too late. Its update is still to come, so do not ack it: after a crash it
+                # must be delivered again.
                 state.num_duplicates_dropped += len(ids)
                 state.held[group.prompt] = delivery
             case Verdict.NEW if len(ids) == state.plan.group_size and group.version == state.plan.version:
-                state.held[group.prompt] = delivery
-                state.assembly.add(group.prompt, has_spread=has_spread(rewards_of(group)))
+                state.hold(delivery, filters=self.job.config.algorithm.filter_zero_std)
             case Verdict.SEEN:
                 state.num_duplicates_dropped += len(ids)
                 await delivery.ack()
@@ -311,61 +342,53 @@ class ActorLead(Lead):
                     f"in groups of {state.plan.group_size} from version {state.plan.version}"
                 )
 
-    async def _train(self, prompts: Sequence[int], state: IterationState) -> None:
-        """Train one minibatch: filter its groups, update on the rest, record the fates, acknowledge."""
+    async def _train(self, portion: Portion, state: IterationState) -> None:
+        """Train a portion. With the last one, make the update, record the fates, acknowledge."""
+        state.assembly.join(portion.prompts)
+        update_id = f"{self.incarnation}.{state.plan.iteration}.{state.num_minibatches_taken}"
+        if not portion.is_last:
+            await self._updates.accumulate(portion, state, update_id=update_id, lr_before=self._lr.mark)
+            return
+        prompts = state.assembly.open
+        kept = state.trained_groups(prompts)
+        lr = LrUpdate(self._lr, update_id, sum(len(group.samples) for group in kept))
+        report = await self._updates.update(portion, state, lr) if kept else None
+        if kept and report is None:
+            return
         state.num_minibatches_taken += 1
-        deliveries = [state.held[prompt] for prompt in prompts]
-        groups = [delivery.group for delivery in deliveries]
-        for group in groups:
-            state.rewards.extend(rewards_of(group))
-            state.lengths.extend(len(sample.response_tokens) for sample in group.samples)
-            state.num_failed_rewards += sum(len(sample.failures) for sample in group.samples)
-        kept = groups
-        if self.job.config.algorithm.filter_zero_std:
-            kept = [group for group in groups if has_spread(rewards_of(group))]
-            without_spread = [group for group in groups if not has_spread(rewards_of(group))]
+        groups = [state.held[prompt].group for prompt in prompts]
+        state.note_groups(groups)
+        if without_spread := [group for group in groups if group.prompt not in state.trained_lengths]:
             filtered = [sample for group in without_spread for sample in group.samples]
             self._ledger = self._ledger.filtered(_ids(filtered), reason=ZERO_STD)
             self._samples.note(state.plan, without_spread, Fate("filtered", ZERO_STD))
-        if kept:
-            await self._update(kept, state)
+        if report is not None:
+            await self._record(lr, report, kept, state)
         elif state.num_minibatches_taken <= state.plan.num_minibatches:
             self._advance_lr(without_update(self._lr, num_minibatches=1))
+        state.assembly.close()
         state.picture.end_minibatch()
+        deliveries = state.let_go(prompts)
         await asyncio.gather(*(delivery.ack() for delivery in deliveries))
-        for prompt in prompts:
-            del state.held[prompt]
 
-    async def _update(self, groups: Sequence[samples_pb2.SampleGroup], state: IterationState) -> None:
-        config, plan = self.job.config, state.plan
-        update_id = f"{self.incarnation}.{plan.iteration}.{state.num_minibatches_taken - 1}"
-        samples = [sample for group in groups for sample in update_samples(group, config.algorithm)]
-        lr = LrUpdate(self._lr, update_id, len(samples))
-        train = wire.Train(update_id=update_id, samples=samples, learning_rate=lr.rate)
-        train.lr_before, train.lr_after = lr.before.mark, lr.committed.mark
-        num_tokens = sum(len(sample.response_tokens) for sample in samples)
-
-        async def ask_update() -> list[wire.WorkerReply]:
-            with state.picture.in_update(self._ranks.layout, num_tokens):
-                return await self._ranks.ask(wire.WorkerCall(train=train))
-
-        replies = await self._ranks.do(f"update {update_id}", ask_update)
-        reports = [reply.update for reply in replies]
-        lr.check(reports)
-        report = update_report(reports)
+    async def _record(
+        self, lr: LrUpdate, report: wire.UpdateReport, groups: Sequence[samples_pb2.SampleGroup], state: IterationState
+    ) -> None:
         ids = _ids([sample for group in groups for sample in group.samples])
         if report.committed:
-            self._ledger = self._ledger.committed(update_id, ids)
+            self._ledger = self._ledger.committed(lr.update_id, ids)
         else:
             self._ledger = self._ledger.discarded(ids, reason=NONFINITE_UPDATE)
-        row = journal_row(update_id, ids, report, lr.rate)
+        dropped, state.num_dropped_tokens = state.num_dropped_tokens, 0
+        row = journal_row(lr.update_id, ids, report, lr.rate, num_dropped_tokens=dropped)
         append_lines(self.tools.folder.journal, (json.dumps(row, allow_nan=False) + "\n").encode())
-        self._samples.note(plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
+        samples = self._updates.samples_of(groups)
+        self._samples.note(state.plan, groups, fate_of_update(report, samples, reason=NONFINITE_UPDATE))
         self._advance_lr(self._lr_after(lr, is_committed=report.committed))
         figures = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": lr.rate, **lr_metrics(self._lr)}
-        metrics = {**report.metrics, **figures}
+        metrics = {**report.metrics, **figures, "dropped_tokens": float(dropped)}
         state.updates.append(metrics)
-        await self.report_progress("train", state.num_minibatches_taken, plan.num_minibatches, **metrics)
+        await self.report_progress("train", state.num_minibatches_taken, state.plan.num_minibatches, **metrics)
 
     def _advance_lr(self, after: LrLedger) -> None:
         if warning := passed_budget(self._lr, after):

@@ -1,8 +1,10 @@
 """The progress of an iteration's training, for the actor's progress pictures.
 
 Invariants:
-- A picture painted during an update is not at a boundary. [test_lead: pictures_show_each_update]
+- A picture is at a boundary exactly where no portion of the open minibatch is under way or trained.
+  [test_lead: pictures_show_each_update] [test_streaming: picture_is_at_a_boundary]
 - An update that a death interrupts counts for no rate. [test_training_picture: interrupted_update_counts_for_no_rate]
+- Time in which a minibatch waits for groups counts for no rate. [test_training_picture: waits_for_groups]
 """
 
 from __future__ import annotations
@@ -21,42 +23,64 @@ from tidegate.v1 import events_pb2
 
 @dataclass(slots=True)
 class TrainingPicture:
-    """The picture of one iteration. `rates` outlive it. It calls `note_change` where an update begins or ends."""
+    """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins, gets its last
+    portion, ends or is dropped."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
     note_change: Callable[[], None] = lambda: None
     num_minibatches_done: int = 0
-    is_updating: bool = False
+    is_begun: bool = False
+    """Whether a portion of the open minibatch is under way or trained."""
     closes_at_ms: int | None = None
-    """The expected end of the update, by the wall clock, as the store's clock. None before one was measured."""
+    """The expected end of the update, by the wall clock, as the store's clock. None before one was measured, and before
+    the last portion."""
+    _busy_s: float = 0.0
+    """The time of the portions so far."""
+    _num_tokens: int = 0
 
     async def paint(self) -> events_pb2.Training:
         return events_pb2.Training(
             num_minibatches_done=self.num_minibatches_done,
             num_taken=self.assembly.num_taken,
-            is_at_boundary=not self.is_updating,
+            is_at_boundary=not self.is_begun,
             closes_at_ms=self.closes_at_ms,
             measured=self.rates.by_layout(),
             update_s=self.rates.update_s(),
         )
 
     @contextmanager
-    def in_update(self, layout: Layout, num_tokens: int) -> Iterator[None]:
-        """The context of an update of `num_tokens` response tokens."""
-        expected_s = self.rates.expected_s(layout, num_tokens=num_tokens)
-        self.is_updating = True
-        self.closes_at_ms = None if expected_s is None else round((time.time() + expected_s) * 1000)
-        self.note_change()
+    def in_portion(self, layout: Layout, num_tokens: int, *, is_last: bool) -> Iterator[None]:
+        """The context of a portion of `num_tokens` response tokens. The last one makes the update.
+
+        If it raises, the minibatch is dropped."""
+        is_change = is_last or not self.is_begun
+        self.is_begun = True
+        if is_last and (expected_s := self.rates.expected_s(layout, num_tokens=num_tokens)) is not None:
+            self.closes_at_ms = round((time.time() + expected_s) * 1000)
+        if is_change:
+            self.note_change()
         started_s = asyncio.get_running_loop().time()
         try:
             yield
-            seconds = asyncio.get_running_loop().time() - started_s
-            self.rates.note(layout, num_tokens=num_tokens, seconds=seconds)
-        finally:
-            self.is_updating, self.closes_at_ms = False, None
+        except BaseException:
+            self.drop()
+            raise
+        self._busy_s += asyncio.get_running_loop().time() - started_s
+        self._num_tokens += num_tokens
+        if is_last:
+            self.rates.note(layout, num_tokens=self._num_tokens, seconds=self._busy_s)
+            self._reset()
+
+    def drop(self) -> None:
+        """Note that the portions so far are lost."""
+        self._reset()
+        self.note_change()
 
     def end_minibatch(self) -> None:
         """Note the end of a minibatch, which was updated on or had nothing to train on."""
         self.num_minibatches_done += 1
         self.note_change()
+
+    def _reset(self) -> None:
+        self.is_begun, self.closes_at_ms, self._busy_s, self._num_tokens = False, None, 0.0, 0

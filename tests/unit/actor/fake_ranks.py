@@ -21,7 +21,7 @@ from tidegate.v1 import types_pb2 as wire_types
 from tidegate.v1 import workers_pb2 as wire
 
 PLENTY = 1_000_000
-_TOGETHER = ("train", "prepare_reshard", "commit_reshard", "abort_reshard")
+_TOGETHER = ("train", "accumulate", "prepare_reshard", "commit_reshard", "abort_reshard")
 """The calls that only members of an epoch accept."""
 
 
@@ -60,6 +60,11 @@ class FakeRank:
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
         self.trained: list[wire.Train] = []
+        """The updates, each with the samples of all its portions."""
+        self.portions: list[wire.Accumulate] = []
+        """The portions whose gradients are uncommitted."""
+        self.accumulated: list[wire.Accumulate] = []
+        """All portions before the last of an update, also those that were dropped."""
         self.weights: list[str] = []
         self.num_asked = 0
         self.num_nonfinite = 0
@@ -108,6 +113,11 @@ class FakeRank:
                 self._changes.notify()
                 await self._permits.acquire()
                 yield self._train(call)
+            case "accumulate":
+                self.num_asked += 1
+                self._changes.notify()
+                await self._permits.acquire()
+                yield self._accumulate(call)
             case "publish":
                 yield self._publish(call)
             case "save":
@@ -147,6 +157,7 @@ class FakeRank:
 
     def _reshard(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
         self.resharded.append(kind)
+        self.portions.clear()
         self._changes.notify()
         match kind:
             case "prepare_reshard":
@@ -167,6 +178,24 @@ class FakeRank:
         self.prepared = None
         return replied(call)
 
+    def _accumulate(self, call: wire.WorkerCall) -> wire.WorkerReply:
+        portion = call.accumulate
+        if self.lr_mark != portion.lr_before:
+            raise WorkerRefused(f"{self.grant.gpu} is not at {portion.lr_before!r}")
+        self._check_portions(portion.update_id, portion.num_before)
+        self.portions.append(portion)
+        self.accumulated.append(portion)
+        self._changes.notify()
+        return replied(call)
+
+    def _check_portions(self, update_id: str, num_before: int) -> None:
+        if num_before == 0:
+            self.portions.clear()
+        if [portion.update_id for portion in self.portions] != [update_id] * num_before:
+            raise WorkerRefused(
+                f"{self.grant.gpu} holds {len(self.portions)} portions, not {num_before} of {update_id}"
+            )
+
     def _train(self, call: wire.WorkerCall) -> wire.WorkerReply:
         if call.train.update_id in self.weights:
             known = any(train.update_id == call.train.update_id for train in self.trained)
@@ -179,7 +208,15 @@ class FakeRank:
             return replied(call, report)
         if self.lr_mark != call.train.lr_before:
             raise WorkerRefused(f"{self.grant.gpu} is not at {call.train.lr_before!r}")
-        self.trained.append(call.train)
+        self._check_portions(call.train.update_id, call.train.num_portions)
+        whole = wire.Train()
+        whole.CopyFrom(call.train)
+        parts = (*self.portions, call.train)
+        del whole.samples[:], whole.bundle_sizes[:]
+        whole.samples.extend(sample for part in parts for sample in part.samples)
+        whole.bundle_sizes.extend(size for part in parts for size in part.bundle_sizes)
+        self.portions.clear()
+        self.trained.append(whole)
         committed = self.num_nonfinite == 0
         self.num_nonfinite = max(0, self.num_nonfinite - 1)
         if committed:

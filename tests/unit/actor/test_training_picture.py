@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 
 from services.actor.minibatches import MinibatchAssembly
@@ -15,11 +16,37 @@ from tidegate.types import Layout, MinibatchOrder
 async def test_an_interrupted_update_counts_for_no_rate() -> None:
     assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
     picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
-    with suppress(WorkerGone), picture.in_update(Layout(), 10):
+    with suppress(WorkerGone), picture.in_portion(Layout(), 10, is_last=True):
         assert not (await picture.paint()).is_at_boundary
         raise WorkerGone("a rank died")
     painted = await picture.paint()
     assert (list(painted.measured), painted.is_at_boundary) == ([], True)
-    with picture.in_update(Layout(), 10):
+    with picture.in_portion(Layout(), 10, is_last=True):
         pass
     assert len((await picture.paint()).measured) == 1
+
+
+async def test_the_time_in_which_a_minibatch_waits_for_groups_counts_for_no_rate() -> None:
+    assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
+    picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
+    with picture.in_portion(Layout(), 10, is_last=False):
+        await asyncio.sleep(0.01)
+    painted = await picture.paint()
+    assert (painted.is_at_boundary, list(painted.measured)) == (False, [])
+    await asyncio.sleep(0.3)
+    with picture.in_portion(Layout(), 10, is_last=True):
+        await asyncio.sleep(0.01)
+    (measured,) = (await picture.paint()).measured
+    assert measured.rate_tokens_per_s > 20 / 0.3
+
+
+async def test_the_end_of_an_update_is_foretold_only_in_its_last_portion() -> None:
+    assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
+    picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
+    with picture.in_portion(Layout(), 10, is_last=True):
+        assert not (await picture.paint()).HasField("closes_at_ms")
+        await asyncio.sleep(0.01)
+    with picture.in_portion(Layout(), 10, is_last=False):
+        assert not (await picture.paint()).HasField("closes_at_ms")
+    with picture.in_portion(Layout(), 10, is_last=True):
+        assert (await picture.paint()).HasField("closes_at_ms")

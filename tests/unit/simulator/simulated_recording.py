@@ -36,7 +36,7 @@ TRUTH = Costs(
 def recorded_run(tmp_path: Path, costs: Costs = TRUTH, *, num_iterations: int = 8) -> RecordedRun:
     """A job of 16 groups of 8 on two nodes. The simulator makes its iterations."""
     algorithm = {"prompts_per_iteration": 16, "group_size": 8, "n_minibatches": 4, "iterations": num_iterations}
-    config = job_config(tmp_path, algorithm=algorithm)
+    config = job_config(tmp_path, algorithm=algorithm, actor={"streams_minibatches": False})
     has = {role: config.placement(role) for role in Role}
     placement = Placement(
         config.cluster.gpus(), has[Role.ROLLOUT], has[Role.INFERENCE], has[Role.ACTOR], config.actor.layout.layout()

@@ -169,6 +169,8 @@ class ActorSection(_Section):
     """A sample longer than that has a micro-batch of its own (`alone`), or the job does not start (`refuse`)."""
     packing: Literal["padded", "thd"] = "padded"
     """The form of a micro-batch under that cap: padded rows, or sequences one after the other."""
+    streams_minibatches: bool = True
+    """Whether a minibatch trains while its groups arrive. If not, it waits for all of them."""
     max_skipped_updates: Count = 3
     """The most consecutive updates that are skipped for a non-finite gradient. One more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()

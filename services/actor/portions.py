@@ -1,0 +1,54 @@
+"""Decides which groups of the open minibatch the ranks train next. Pure.
+
+A portion is a run of the minibatch's groups, in the order of their training. It is ready in these cases:
+- The groups that have come complete the minibatch. Then all that are left are the last portion.
+- The job streams minibatches, and each data-parallel rank can get a full bundle. Then as many are taken as leave each
+  rank equally many. The others wait for more.
+
+Filtered groups are trained by nobody. They go with the groups before them.
+
+Invariants:
+- No portion cuts a bundle. [test_portions: no_portion_cuts_a_bundle]
+- Each group of a minibatch is in one portion. [test_portions: every_group_is_in_one_portion]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.actor.minibatches import MinibatchAssembly
+from tidegate.megatron.batching import Limits
+from tidegate.megatron.bundles import bundles_of
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    prompts: tuple[int, ...]
+    bundle_sizes: tuple[int, ...]
+    """The number of samples of each bundle of the groups that are trained."""
+    is_last: bool
+
+
+def next_portion(
+    assembly: MinibatchAssembly,
+    lengths: Mapping[int, Sequence[int]],
+    limits: Limits,
+    *,
+    dp: int,
+    streams: bool,
+) -> Portion | None:
+    """The next portion. None while none is ready. `lengths` are those of the samples of each group that is trained."""
+    joining, is_last = assembly.joining, assembly.is_filled_by_joining
+    if not joining or not (is_last or streams):
+        return None
+    trained = [prompt for prompt in joining if prompt in lengths]
+    bundles = bundles_of([lengths[prompt] for prompt in trained], limits)
+    sizes = bundles.sizes if is_last else bundles.sizes[: bundles.num_full // dp * dp]
+    if not is_last:
+        if not sizes:
+            return None
+        joining = joining[: joining.index(trained[sum(sizes) - 1]) + 1]
+    groups = iter(trained)
+    bundle_sizes = tuple(sum(len(lengths[next(groups)]) for _ in range(size)) for size in sizes)
+    return Portion(joining, bundle_sizes, is_last)

@@ -1,0 +1,103 @@
+"""Trains a minibatch portion by portion: sends the ranks its groups as they come, and the update with the last ones.
+
+Between two portions the ranks hold uncommitted gradients. An interruption of the ranks (`AllRanks`) loses them: a
+resize, or a death. Then their tokens are counted, and the minibatch begins again with all groups that are there.
+
+Invariants:
+- An update has each group of its minibatch once, whatever interrupts its portions.
+  [test_streaming: minibatch_begins_again_after_a_resize] [test_streaming: minibatch_begins_again_after_a_death]
+- A resize waits for a portion that is under way, and not for groups that are still to come.
+  [test_streaming: resize_does_not_wait_for_groups]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.actor.all_ranks import AllRanks
+from services.actor.iteration_state import BegunMinibatch, IterationState, update_report, update_samples
+from services.actor.lr import LrUpdate
+from services.actor.portions import Portion, next_portion
+from services.actor.settings import limits_of
+from tidegate.job import Job
+from tidegate.v1 import samples_pb2
+from tidegate.v1 import workers_pb2 as wire
+
+
+class StreamedUpdates:
+    def __init__(self, ranks: AllRanks, job: Job) -> None:
+        self._ranks = ranks
+        self._config = job.config
+        self._limits = limits_of(job.config.actor, job.model)
+
+    def next_portion(self, state: IterationState, *, is_held: bool) -> Portion | None:
+        """The portion to train now. Drops those before it, where the ranks have lost their gradients.
+
+        If training is held, no minibatch begins. One that has begun goes on."""
+        if self._are_lost(state.begun):
+            state.drop_portions()
+        if is_held and not state.begun.num_portions:
+            return None
+        return next_portion(
+            state.assembly,
+            state.trained_lengths,
+            self._limits,
+            dp=self._ranks.layout.dp,
+            streams=self._config.actor.streams_minibatches,
+        )
+
+    async def accumulate(self, portion: Portion, state: IterationState, *, update_id: str, lr_before: str) -> None:
+        call = wire.Accumulate(update_id=update_id, bundle_sizes=portion.bundle_sizes)
+        call.samples.extend(self.samples_of(state.trained_groups(portion.prompts)))
+        call.num_before, call.lr_before = state.begun.num_portions, lr_before
+        what = f"portion {call.num_before} of update {update_id}"
+        if await self._ask(what, wire.WorkerCall(accumulate=call), call.samples, state, is_last=False) is not None:
+            state.begun.num_portions += 1
+            state.begun.num_tokens += _num_tokens(call.samples)
+
+    async def update(self, portion: Portion, state: IterationState, lr: LrUpdate) -> wire.UpdateReport | None:
+        """The update, with the last portion of its minibatch. None where the portions before it are lost."""
+        train = wire.Train(update_id=lr.update_id, learning_rate=lr.rate, bundle_sizes=portion.bundle_sizes)
+        train.samples.extend(self.samples_of(state.trained_groups(portion.prompts)))
+        train.num_portions = state.begun.num_portions
+        train.lr_before, train.lr_after = lr.before.mark, lr.committed.mark
+        call = wire.WorkerCall(train=train)
+        replies = await self._ask(f"update {lr.update_id}", call, train.samples, state, is_last=True)
+        if replies is None:
+            return None
+        state.begun = BegunMinibatch()
+        reports = [reply.update for reply in replies]
+        lr.check(reports)
+        return update_report(reports)
+
+    def samples_of(self, groups: Sequence[samples_pb2.SampleGroup]) -> list[wire.TrainSample]:
+        return [sample for group in groups for sample in update_samples(group, self._config.algorithm)]
+
+    async def _ask(
+        self,
+        what: str,
+        call: wire.WorkerCall,
+        samples: Sequence[wire.TrainSample],
+        state: IterationState,
+        *,
+        is_last: bool,
+    ) -> list[wire.WorkerReply] | None:
+        """The ranks' replies. None where an interruption came first: then nothing was asked."""
+        begun = state.begun
+
+        async def ask_portion() -> list[wire.WorkerReply] | None:
+            if self._are_lost(begun):
+                return None
+            begun.num_interruptions = self._ranks.num_interruptions
+            with state.picture.in_portion(self._ranks.layout, _num_tokens(samples), is_last=is_last):
+                return await self._ranks.ask(call)
+
+        return await self._ranks.do(what, ask_portion)
+
+    def _are_lost(self, begun: BegunMinibatch) -> bool:
+        return bool(begun.num_portions) and begun.num_interruptions != self._ranks.num_interruptions
+
+
+def _num_tokens(samples: Sequence[wire.TrainSample]) -> int:
+    """The response tokens."""
+    return sum(len(sample.response_tokens) for sample in samples)
