@@ -39,7 +39,7 @@ class Span:
     end_ns: int
     state: str
     work: tuple[tuple[str, int], ...] = ()
-    """What the slot worked on, as far as it is known: iteration, version, tokens."""
+    """What the slot worked on, as far as it is known: iteration, minibatch, version, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
