@@ -303,6 +303,7 @@ class ReproducibleUpdater(Updater):
         return tree_sum(list(sums))
 
     def drop(self) -> None:
+        super().drop()
         for chunk in self._ordered:
             chunk.drop()
 

@@ -50,7 +50,7 @@ class Update:
 
 
 class Updater:
-    """Makes one update. Every rank of the mesh makes the same calls, with its own micro-batches.
+    """Makes updates. Every rank of the mesh makes the same calls, with its own micro-batches.
 
     Gradients of portions wait in the chunks' buffers until `update`, or until `drop`.
     """
@@ -75,7 +75,8 @@ class Updater:
         self._run(batches, on_logits, is_last=False)
 
     def drop(self) -> None:
-        """Give back what the portions hold besides the chunks' buffers. The updater ends."""
+        """Drop the portions. The next one is the first of its update."""
+        self._sums = None
 
     def update(
         self,
@@ -137,8 +138,9 @@ class Updater:
 
     def _add_up(self) -> tuple[float, ...]:
         assert self._sums is not None, "the last portion has run"
-        dist.all_reduce(self._sums, group=self._groups.intra_dist_opt)
-        return tuple(self._total(self._sums).tolist())
+        sums, self._sums = self._sums, None
+        dist.all_reduce(sums, group=self._groups.intra_dist_opt)
+        return tuple(self._total(sums).tolist())
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         return sums
