@@ -54,6 +54,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         max_extra_prompts=algorithm.max_extra_prompts,
         evaluate_every=config.evaluation.every if config.evaluation else None,
         minibatch_order=algorithm.minibatch_order,
+        streams=config.actor.streams_minibatches,
         num_logical_shards=config.actor.num_logical_shards,
         costs=costs_of(config.assumptions.costs, gpus_per_host=max(config.cluster.nodes.values())),
         rates=rates_of(config.assumptions.costs, num_gpus=len(config.cluster.gpus())),
