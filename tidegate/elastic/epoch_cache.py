@@ -21,6 +21,7 @@ import gc
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
@@ -31,6 +32,7 @@ from tidegate.elastic.epoch.world import World
 from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.model.skeleton import Skeleton
+from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.plan import Part
 from tidegate.elastic.plan.planner import Planner
@@ -41,6 +43,7 @@ from tidegate.elastic.state import catalogue
 from tidegate.elastic.state.arena_files import arena_path
 from tidegate.elastic.state.catalogue import Announcement, Extent
 from tidegate.elastic.state.copies import Copies
+from tidegate.elastic.state.host_copy import HostCopy
 from tidegate.elastic.state.location import RankState, StateLocation, discard
 from tidegate.elastic.state.stamp import RECORD_BYTES, Stamp
 from tidegate.megatron.groups import groups_of, megatron_groups
@@ -149,7 +152,8 @@ class EpochCache:
             if not begun:
                 return b""
             skeleton, arena = begun[0]
-            state = RankState(skeleton.complete(), arena, self._stamp(arena), self._copies(skeleton, arena_on))
+            complete, stamp = skeleton.complete(), self._stamp(arena)
+            state = RankState(complete, arena, stamp, self._copies(complete, arena_on), self._kept(complete, arena))
             self._states[mesh] = state
             return catalogue.encode(state.announcement(self.hosts[self.world.me]))
 
@@ -189,8 +193,15 @@ class EpochCache:
     def _copies(self, skeleton: Skeleton, arena_on: Callable[[torch.device], Arena]) -> Copies | None:
         if self._settings.copies is CopyTo.NOWHERE:
             return None
-        extents = {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in skeleton.tensors().items()}
-        return Copies(arena_on(torch.device("cpu")), extents)
+        return Copies(arena_on(torch.device("cpu")), _extents(skeleton))
+
+    def _kept(self, skeleton: Skeleton, arena: Arena) -> HostCopy | None:
+        """An arena in shared memory is in host memory already."""
+        if isinstance(arena, SharedArena):
+            return None
+        folder = self._settings.host_memory
+        path = None if folder is None else self._arena_path(folder, skeleton.mesh)
+        return HostCopy(_extents(skeleton), path, device=self.world.device)
 
     def _send_copies(self, mesh: Mesh) -> None:
         announced = self._announced[mesh]
@@ -204,8 +215,11 @@ class EpochCache:
         folder = self._settings.shared_memory
         if folder is None:
             return OwnArena(device)
+        return SharedArena(self._arena_path(folder, mesh))
+
+    def _arena_path(self, folder: Path, mesh: Mesh) -> Path:
         self._num_arenas += 1
-        return SharedArena(arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh))
+        return arena_path(folder, self.world.membership.epoch, self.world.me, self._num_arenas, mesh)
 
     def _forget_dropped(self, mesh: Mesh) -> None:
         """Forget the tensors of meshes whose groups the world dropped to make room for `mesh`, and those of `mesh`
@@ -223,6 +237,10 @@ class EpochCache:
         if meshes:
             # Megatron's models and optimizers are reference cycles, and they hold groups with descriptors and threads.
             gc.collect()
+
+
+def _extents(skeleton: Skeleton) -> dict[TensorKey, Extent]:
+    return {key: Extent(tensor.numel(), tensor.dtype) for key, tensor in skeleton.tensors().items()}
 
 
 def _groups(mesh: Mesh) -> set[tuple[int, ...]]:

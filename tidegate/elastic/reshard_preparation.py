@@ -34,7 +34,6 @@ from tidegate.elastic.carry.transport import StandIns, Transport
 from tidegate.elastic.check.certificate import Certificate, certify, decode_all, encode_all, sum_part
 from tidegate.elastic.epoch.joint_step import MemberFailed, run_on_all
 from tidegate.elastic.epoch_cache import EpochCache
-from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.tensors import Tensors
 from tidegate.elastic.plan.layout import Mesh
@@ -43,6 +42,7 @@ from tidegate.elastic.plan.recovery import Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state.copies import NUM_SLOTS
+from tidegate.elastic.state.host_copy import KEPT_SLOT
 from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.sources import Sources
@@ -119,6 +119,8 @@ class Duty:
     stand_ins: StandIns
     """The parts and tensors of dead ranks that this member can read."""
     transport: Transport
+    is_in_place: bool
+    """Whether the target's tensors are the source's: a suspended layout in shared memory is continued as it is."""
 
 
 class Preparation:
@@ -163,7 +165,7 @@ class Preparation:
             self._run_on_all("copies", lambda: self._copy(target, agreement.note))
             self._on_point("copied")
         except BaseException:  # an interrupt too must not keep the target's buffers
-            target.release()
+            target.give_back(source)
             raise
         return PreparedReshard(source, target, agreement, sources.lost, certificate, watch)
 
@@ -174,10 +176,13 @@ class Preparation:
         part = self._cache.part(location, target, hosts | read_on)
         served = [rank for rank in sources.lost if origins[rank].member == me]
         parts = self._cache.parts_of(location, target, hosts | read_on, served) if served else {}
-        device = self._cache.world.device
+        transport = self._transport(sources, origins, read_on)
+        # Only a transport that sends needs the source on the device.
+        device = torch.device("cpu") if isinstance(transport, SharedMemory) else self._cache.world.device
         own = {} if me not in origins else _on(device, sources.tensors(me, origins[me].slot))
         stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in served}
-        return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, self._transport(sources, origins, read_on))
+        is_in_place = target.state is not None and target.state is location.state and origins[me].slot is None
+        return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, transport, is_in_place=is_in_place)
 
     def _run_on_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
         return run_on_all(self._cache.world, step, waiting=self._watch.part(waiting))
@@ -190,10 +195,7 @@ class Preparation:
         self._cache.make_room(source, mesh)
         if (state := source.state) is not None:
             state.skeleton.release_gradients()
-            note = state.stamp.read()
-            # A member that lost a peer during an update may have applied it without counting it.
-            if note is not None and note.progress.num_updates == progress.num_updates:
-                state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
+            state.renote(progress)
 
     def _allocate(self, target: StateLocation) -> bytes:
         with self._watch.part("allocation"):
@@ -207,7 +209,8 @@ class Preparation:
         self._on_point("transferring")
         part, tensors = duty.part, target.tensors()
         with self._watch.part("transfer"):
-            duty.transport.run(part, duty.own, tensors, stand_ins=duty.stand_ins)
+            if not duty.is_in_place:
+                duty.transport.run(part, duty.own, tensors, stand_ins=duty.stand_ins)
         self._on_point("transferred")
         level = self._settings.certificate
         with self._watch.part("certificate"):
@@ -253,7 +256,9 @@ def _restored(origins: Mapping[int, Origin]) -> dict[int, str]:
     """By rank whose own tensors were not used: how its state survived."""
     found = {}
     for rank, (member, slot) in origins.items():
-        if slot is not None:
+        if slot == KEPT_SLOT and member == rank:
+            continue
+        if slot is not None and slot != KEPT_SLOT:
             found[rank] = "its own copy" if slot < NUM_SLOTS else f"the copy that member {member} kept"
         elif member != rank:
             found[rank] = "the memory that its node kept"

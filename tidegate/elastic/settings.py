@@ -34,6 +34,12 @@ class ElasticSettings:
     The ranks of a host then read each other's tensors in place, and those of a dead rank too. None: torch.distributed
     sends everything, and the tensors that only a dead rank held are lost.
     """
+    host_memory: Path | None = None
+    """A folder on a tmpfs of each host, as `shared_memory`, for the state of a suspended job that trains elsewhere.
+
+    The state of a member that dies while the job is suspended is then there. None: each member keeps its own part in
+    private memory. Unused where `shared_memory` is set: the state is there already.
+    """
     keeps_last: bool = True
     """Whether members keep the shared memory of the last layout, so that a switch back allocates nothing.
 
@@ -58,7 +64,6 @@ class ElasticSettings:
             )
         if self.copy_every < 1:
             raise ValueError(f"copy_every={self.copy_every} must be 1 or more updates; copies=nowhere makes no copies")
-        if self.shared_memory is not None and not self.shared_memory.is_dir():
-            raise ValueError(
-                f"shared_memory={self.shared_memory} is not a folder: make one on a tmpfs, such as under /dev/shm"
-            )
+        for name, folder in (("shared_memory", self.shared_memory), ("host_memory", self.host_memory)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"{name}={folder} is not a folder: make one on a tmpfs, such as under /dev/shm")

@@ -71,6 +71,10 @@ class _OpenUpdate:
     portions: list[Minibatch] = field(default_factory=list)
 
 
+class JobSuspended(RuntimeError):
+    """The state is in host memory alone: reshard it first."""
+
+
 class ElasticTrainer:
     """The module's head describes it.
 
@@ -96,6 +100,7 @@ class ElasticTrainer:
         self._progress = Progress()
         self._num_reshards = 0
         self._open: _OpenUpdate | None = None
+        self._is_suspended = False
         self._reader = ArenaReader()
         for layout in layouts:
             self._cache.introduce(self.mesh_of(layout, None), beside=None, watch=Stopwatch())
@@ -119,6 +124,11 @@ class ElasticTrainer:
         return self._progress
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether the state is in host memory alone, until the next reshard."""
+        return self._is_suspended
+
+    @property
     def cursor(self) -> Mapping[str, JsonValue]:
         """The caller's place in its data. All members of the layout set the same value between two updates.
 
@@ -129,6 +139,7 @@ class ElasticTrainer:
 
     @cursor.setter
     def cursor(self, cursor: Mapping[str, JsonValue]) -> None:
+        self._refuse_suspended()
         progress = replace(self._progress, cursor=dict(cursor))
         if self._location is not None and (state := self._location.state) is not None:
             state.stamp.renote(Note(progress, param_groups.values_of(state.skeleton.optimizer)))
@@ -136,7 +147,8 @@ class ElasticTrainer:
 
     @property
     def state(self) -> RankState:
-        """This member's tensors. Raises NotInLayout."""
+        """This member's tensors. Raises NotInLayout and JobSuspended."""
+        self._refuse_suspended()
         if self._location is None or self._location.state is None:
             raise NotInLayout(
                 f"member {self.world.me} stands by: the layout is on members {self.mesh and self.mesh.ranks}"
@@ -238,6 +250,7 @@ class ElasticTrainer:
         After a PeerLost, `progress` has the number of updates that this member committed. The report of the next
         reshard has the number that all members have; the state is that of one of those updates.
         """
+        self._refuse_suspended()
         if self._location is None or self._location.state is None:
             return None
         state = self._location.state
@@ -329,7 +342,8 @@ class ElasticTrainer:
         """
         if self._location is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
-        if (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh):
+        is_there = (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh)
+        if is_there and not self._is_suspended:
             raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: continue training in it")
         self.drop_portions()
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
@@ -343,6 +357,7 @@ class ElasticTrainer:
         with prepared.watch.part("switch"):
             note = prepared.agreement.note
             self._location, self._progress = prepared.target, note.progress
+            self._is_suspended = False
             if prepared.target.state is not None:
                 param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
             self._on_point("switched")
@@ -360,7 +375,35 @@ class ElasticTrainer:
 
     def abort(self, prepared: PreparedReshard) -> None:
         """Stay in the old layout."""
-        prepared.target.release()
+        prepared.target.give_back(prepared.source)
+
+    def prepare_suspension(self) -> None:
+        """The first phase of a suspension: have this member's state in host memory. Nothing else changes.
+
+        No member waits for another. Call it between two updates. Raises NotStarted and ArenaFull.
+        """
+        if self._location is None:
+            raise NotStarted("there is no state to suspend: start the trainer, or load a checkpoint, first")
+        if self._location.state is not None and not self._is_suspended:
+            self._location.state.keep(self._progress)
+
+    def suspend(self) -> None:
+        """The second phase, once every member has done the first: give back all memory but the host's.
+
+        All members of the epoch call it; no member waits for another. The next `reshard` continues, in any layout on
+        any members, in this epoch or a later one.
+        """
+        assert self._location is not None
+        self._cache.make_room(self._location, self._location.mesh)
+        if self._location.state is not None:
+            self._location.state.rest()
+        self._is_suspended = True
+
+    def abort_suspension(self) -> None:
+        """Stay as before the first phase. Does nothing after the second one."""
+        state = None if self._location is None else self._location.state
+        if state is not None and state.kept is not None and not self._is_suspended:
+            state.kept.release()
 
     def rejoin(self, world: World) -> None:
         """Continue in another epoch, after a death or with new members. All its members make the same call.
@@ -377,10 +420,10 @@ class ElasticTrainer:
         self._num_reshards = 0
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Give all memory back. A suspended state's shared files stay: the other members may need them."""
         self.drop_portions()
         self._cache.discard(but=None if self._location is None else self._location.state)
-        if self._location is not None:
+        if self._location is not None and not self._is_suspended:
             self._location.discard()
         self._location = None
 
@@ -394,6 +437,7 @@ class ElasticTrainer:
     def _begin(self, location: StateLocation) -> None:
         """Adopt the first state, which all ranks of its layout have filled."""
         previous, self._location = self._location, location
+        self._is_suspended = False
         if previous is not None and previous.epoch != location.epoch:
             previous.discard()
         self._sweep()
@@ -410,15 +454,23 @@ class ElasticTrainer:
 
     def _sweep(self) -> None:
         """Remove the files of earlier epochs from shared memory, dead members' files too: nobody needs them."""
-        if (folder := self._settings.shared_memory) is not None:
+        for folder in {self._settings.shared_memory, self._settings.host_memory} - {None}:
+            assert folder is not None
             sweep(folder, epoch=self.world.membership.epoch)
             self._reader = ArenaReader()
 
+    def _refuse_suspended(self) -> None:
+        if self._is_suspended:
+            raise JobSuspended("the job is suspended: call reshard, in any layout, and continue then")
+
     def _retire(self, prepared: PreparedReshard) -> None:
-        if prepared.source.epoch == prepared.target.epoch:
-            self._cache.leave(prepared.source)
-        else:
-            prepared.source.discard()
+        source = prepared.source
+        if source.epoch != prepared.target.epoch:
+            source.discard()
+        elif source.state is not prepared.target.state:
+            self._cache.leave(source)
+        if source.state is not None and source.state.kept is not None:
+            source.state.kept.release()
 
     def mesh_of(self, layout: Layout, ranks: Iterable[int] | None = None) -> Mesh:
         """The layout on these members, by default the first members of the epoch. Raises LayoutRefused."""

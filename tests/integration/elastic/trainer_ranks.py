@@ -106,6 +106,7 @@ def started(
     ranks: Sequence[int] | None = None,
     *,
     shared: bool = True,
+    keeps_files: bool = False,
     shards: int | None = None,
     on_point: OnPoint = ignore_point,
     max_groups: int = MAX_GROUPS,
@@ -113,13 +114,18 @@ def started(
     change: Callable[[GptProvider], GptProvider] = lambda provider: provider,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
-    """A trainer over all ranks of the context, in its first layout."""
+    """A trainer over all ranks of the context, in its first layout. `keeps_files`: a suspended state is in files."""
     store = open_store(context)
     members = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=members, max_groups=max_groups)
     folder = context.tmpfs if shared else None
     settings = ElasticSettings(
-        seed=SEED, shared_memory=folder, timeout_s=TIMEOUT_S, num_logical_shards=shards, keeps_last=keeps_last
+        seed=SEED,
+        shared_memory=folder,
+        host_memory=context.tmpfs if keeps_files else None,
+        timeout_s=TIMEOUT_S,
+        num_logical_shards=shards,
+        keeps_last=keeps_last,
     )
     optimizer_config = adam(bf16=model.get("bf16", False))
     used = change(provider(**model))

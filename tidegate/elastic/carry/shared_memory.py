@@ -3,6 +3,7 @@
 - Nothing is staged, and no rank sends. A dead rank needs no stand-in, because its file is still there.
 - A region is copied as strips of memory, in order of their target addresses.
 - Strips that follow each other at both ends become one strip: tensors often lie side by side in both arenas.
+- To a device, as a suspended job continues there, each region goes by itself.
 
 Invariants:
 - Every strip lies in its tensor at both ends. [test_shared_memory: a_region_outside_its_tensor_is_refused]
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidegate.elastic.carry.transport import NO_STAND_INS, StandIns, TransferFailed, tensor_of
+from tidegate.elastic.carry.transport import NO_STAND_INS, StandIns, TransferFailed, copy_regions, tensor_of
 from tidegate.elastic.model.memory import ArenaReader, Place, memory_at
 from tidegate.elastic.model.tensors import TensorKey, Tensors
 from tidegate.elastic.plan.plan import Part, RegionCopy
@@ -56,6 +57,11 @@ class SharedMemory:
         for copy in receives:
             keys_by_rank[copy.source_rank].add((copy.name, copy.kind))
         others = {rank: self._tensors_of(rank, keys) for rank, keys in keys_by_rank.items()}
+        if any(tensor.device.type != "cpu" for tensor in targets.values()):
+            copy_regions(local, sources, targets)
+            for copy in receives:
+                copy_regions((copy,), others[copy.source_rank], targets)
+            return
         strips = [_strip(copy, sources, targets) for copy in local]
         strips += [_strip(copy, others[copy.source_rank], targets) for copy in receives]
         alive = (sources, others, targets)

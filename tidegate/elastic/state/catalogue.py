@@ -46,11 +46,14 @@ class Announcement:
     """The place of the member's stamp in shared memory."""
     copies: str = ""
     """The file of the copies that the member keeps. Empty without copies, or where they are not in shared memory."""
+    kept: str = ""
+    """The file that has the member's tensors while the job is suspended. Empty where none is needed or none is shared.
+    """
 
 
 _WiredPlace = tuple[str, int, int, str]
 _Wired = tuple[
-    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[_WiredPlace], _WiredPlace | None, str
+    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[_WiredPlace], _WiredPlace | None, str, str
 ]
 _ONE = TypeAdapter(_Wired)
 _MESH = TypeAdapter(dict[int, _Wired])
@@ -79,11 +82,11 @@ def _wired(entry: Announcement) -> _Wired:
     tensors = [(name, kind, extent.num_elements, str(extent.dtype)) for (name, kind), extent in entry.tensors.items()]
     places = [_wired_place(entry.places[key]) for key in entry.tensors] if entry.places else []
     record = None if entry.record is None else _wired_place(entry.record)
-    return entry.host, dict(entry.ranges), tensors, places, record, entry.copies
+    return entry.host, dict(entry.ranges), tensors, places, record, entry.copies, entry.kept
 
 
 def _read(wired: _Wired) -> Announcement:
-    host, ranges, tensors, places, record, copies = wired
+    host, ranges, tensors, places, record, copies, kept = wired
     extents = {(name, kind): Extent(size, _dtype(dtype)) for name, kind, size, dtype in tensors}
     return Announcement(
         host,
@@ -92,6 +95,7 @@ def _read(wired: _Wired) -> Announcement:
         dict(zip(extents, map(_read_place, places), strict=True)) if places else {},
         None if record is None else _read_place(record),
         copies,
+        kept,
     )
 
 

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from pydantic import TypeAdapter
 
 from tidegate.elastic.epoch.world import World
+from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.adam import optimizer_form
 from tidegate.elastic.model.memory import Arena, ArenaFull, SharedArena
 from tidegate.elastic.model.skeleton import Skeleton
@@ -25,7 +26,9 @@ from tidegate.elastic.plan.optimizers import DistributedOptimizer
 from tidegate.elastic.state import catalogue
 from tidegate.elastic.state.catalogue import Announcement, Extent
 from tidegate.elastic.state.copies import Copies
-from tidegate.elastic.state.stamp import Stamp
+from tidegate.elastic.state.host_copy import HostCopy
+from tidegate.elastic.state.progress import Progress
+from tidegate.elastic.state.stamp import Note, Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class RankState:
     arena: Arena
     stamp: Stamp
     copies: Copies | None
+    kept: HostCopy | None = None
+    """The tensors while the job is suspended. None: the arena itself is host memory that outlives this process."""
 
     def announcement(self, host: str) -> Announcement:
         """The announcement has the tensors' places where other processes of the host can read them."""
@@ -44,10 +49,11 @@ class RankState:
         copies = ""
         if self.copies is not None and isinstance(self.copies.arena, SharedArena):
             copies = str(self.copies.arena.path)
+        kept = "" if self.kept is None or self.kept.path is None else str(self.kept.path)
         if not isinstance(self.arena, SharedArena):
-            return Announcement(host, ranges, extents, copies=copies)
+            return Announcement(host, ranges, extents, copies=copies, kept=kept)
         places = {key: self.arena.place(tensor) for key, tensor in tensors.items()}
-        return Announcement(host, ranges, extents, places, self.arena.place(self.stamp.record), copies)
+        return Announcement(host, ranges, extents, places, self.arena.place(self.stamp.record), copies, kept)
 
     def materialise(self) -> None:
         """Take memory for the tensors and their copies. Raises ArenaFull; no memory is taken then."""
@@ -65,6 +71,32 @@ class RankState:
         if self.copies is not None:
             self.copies.arena.release()
 
+    def renote(self, progress: Progress) -> Note | None:
+        """Note what the caller changed since the last update, for example in the parameter groups.
+
+        Returns the note of the tensors; None where they belong to no update.
+        """
+        note = self.stamp.read()
+        # A member that lost a peer during an update may have applied it without counting it.
+        if note is not None and note.progress.num_updates == progress.num_updates:
+            note = Note(progress, param_groups.values_of(self.skeleton.optimizer))
+            self.stamp.renote(note)
+        return note
+
+    def keep(self, progress: Progress) -> None:
+        """Have the tensors in host memory. Nothing else changes. Raises ArenaFull."""
+        note = self.renote(progress)
+        # Tensors of no update are of no use. Copies of earlier updates are in host memory already.
+        if self.kept is not None and note is not None:
+            self.kept.take(self.skeleton.tensors(), note)
+
+    def rest(self) -> None:
+        """Keep only what is in host memory; again is no harm."""
+        self.skeleton.release_gradients()
+        if self.kept is not None:
+            self.stamp.spoil()
+            self.skeleton.release()
+
     def set_aside(self) -> None:
         """Forget what the tensors hold and keep their memory, for the layout to be taken up again; the rest is given
         back."""
@@ -76,6 +108,8 @@ class RankState:
     def discard(self) -> None:
         """Give the memory back for good, and remove the files' names."""
         self.skeleton.release()
+        if self.kept is not None:
+            self.kept.release()
         for arena in (self.arena, None if self.copies is None else self.copies.arena):
             if isinstance(arena, SharedArena):
                 discard(arena)
@@ -120,6 +154,13 @@ class StateLocation:
         """Give this member's memory back for good."""
         if self.state is not None:
             self.state.discard()
+
+    def give_back(self, source: StateLocation) -> None:
+        """Give back what this member took in order to continue here from `source`, which stays as it was."""
+        if self.state is not None and self.state is source.state:
+            self.state.rest()
+        else:
+            self.release()
 
 
 _WIRED = TypeAdapter(tuple[int, Mesh, str])

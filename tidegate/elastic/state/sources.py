@@ -2,9 +2,11 @@
 updates.
 
 - Its own tensors and copies are in this process, and so are the copies that it keeps of its ward.
+- While the job is suspended its tensors may be in a copy of their own.
 - Every member of a host can read the files that a dead rank left in the host's shared memory.
 
-Invariant: all members number slots alike: first a rank's own copies, then those that its guardian keeps.
+Invariant: all members number slots alike: first a rank's own copies, then those that its guardian keeps, then
+the copy of a suspended rank.
 [test_deaths: training_continues_after_a_death]
 """
 
@@ -17,6 +19,7 @@ from tidegate.elastic.model.memory import ArenaReader, Place
 from tidegate.elastic.model.tensors import TensorKey, Tensors
 from tidegate.elastic.plan.recovery import Origin, Version
 from tidegate.elastic.state.copies import NUM_SLOTS, Packing, slot_start_bytes
+from tidegate.elastic.state.host_copy import KEPT_SLOT
 from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.stamp import Note, read_at
 
@@ -47,9 +50,11 @@ class Sources:
         copies = None if state is None else state.copies
         if rank == self.me and state is not None and slot is None:
             return state.skeleton.tensors()
+        if rank == self.me and state is not None and state.kept is not None and slot == KEPT_SLOT:
+            return state.kept.tensors
         if rank == self.me and copies is not None and slot is not None:
             return copies.packing.tensors(copies.slots[slot])
-        if slot is not None and slot >= NUM_SLOTS and copies is not None and copies.peers is not None:
+        if slot is not None and NUM_SLOTS <= slot < KEPT_SLOT and copies is not None and copies.peers is not None:
             return copies.peers.packing.tensors(copies.peers.slots[slot - NUM_SLOTS])
         places = self.places(rank, Origin(self.me, slot))
         return {key: self.reader.tensor_at(place) for key, place in places.items()}
@@ -60,6 +65,8 @@ class Sources:
         if origin.slot is None:
             return of_rank.places
         packing = Packing(of_rank.tensors)
+        if origin.slot == KEPT_SLOT:
+            return packing.places(of_rank.kept, 0) if of_rank.kept else {}
         if origin.slot < NUM_SLOTS:
             start = slot_start_bytes(packing, origin.slot)
             return packing.places(of_rank.copies, start) if of_rank.copies else {}
@@ -71,6 +78,8 @@ class Sources:
         if self.location.state is None:
             return
         yield self.me, None, self.location.state.stamp.read()
+        if (kept := self.location.state.kept) is not None:
+            yield self.me, KEPT_SLOT, kept.note()
         if (copies := self.location.state.copies) is not None:
             for index, slot in enumerate(copies.slots):
                 yield self.me, index, copies.packing.stamp(slot).read()
@@ -88,6 +97,9 @@ class Sources:
                 continue
             if entry.record is not None:
                 yield rank, None, read_at(self.reader, entry.record)
+            if entry.kept:
+                place = Packing(entry.tensors).record(entry.kept, 0)
+                yield rank, KEPT_SLOT, read_at(self.reader, place)
             if entry.copies:
                 packing = Packing(entry.tensors)
                 for slot in range(NUM_SLOTS):
