@@ -29,6 +29,8 @@ class Choice:
     folder: Path | None
     """None: each member keeps its state in private memory."""
     reason: str
+    host_memory: Path | None = None
+    """For state on a device: the folder for its copies while the actor is suspended. None: private memory."""
 
 
 def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precision: Precision) -> int:
@@ -48,8 +50,11 @@ def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precisi
 
 def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:
     """Shared memory in `folder`, which is created, or private memory with the reason."""
-    if device.type != "cpu":
-        return Choice(None, f"state is on {device}")
+    found = _in_memory(folder, needed_bytes)
+    return found if device.type == "cpu" else Choice(None, f"state is on {device}", host_memory=found.folder)
+
+
+def _in_memory(folder: Path, needed_bytes: int) -> Choice:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = file_system(folder, _MOUNTS.read_text())
     if kind not in _IN_MEMORY:

@@ -1,9 +1,10 @@
 """The actor's lead: forms minibatches of complete groups, requests updates, keeps the ledger, publishes the weights.
 
-A resize takes place between two portions, updates, saves or publishes. Groups that wait for their update stay held
-meanwhile. A rank's death interrupts a portion, an update, a save or a publish. The lead waits for the resize that
-replaces the rank. It then repeats the request to all ranks: an update under its id, a save into an empty folder, a
-publish of the same version. It does not repeat the warm-up: a new incarnation loses only the warm-up's steps.
+A resize, a suspension or a resumption takes place between two portions, updates, saves or publishes. Groups that wait
+for their update stay held meanwhile. A rank's death interrupts a portion, an update, a save or a publish. The lead waits
+for the resize that replaces the rank. It then repeats the request to all ranks: an update under its id, a save into an
+empty folder, a publish of the same version. It does not repeat the warm-up: a new incarnation loses only the warm-up's
+steps.
 
 An update takes these steps:
 1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize or a death
@@ -35,7 +36,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
@@ -49,6 +51,7 @@ from services.actor.rates import TrainingRates
 from services.actor.sample_log import Fate, SampleLog, fate_of_update
 from services.actor.snapshots import SnapshotShelf
 from services.actor.streamed_updates import StreamedUpdates
+from services.actor.suspension import Suspension
 from services.actor.training_picture import TrainingPicture
 from services.actor.two_phase_resize import Resize, ResizeAborted, TwoPhaseResize, resize_of
 from tidegate.checksums import WrittenFile
@@ -77,6 +80,7 @@ class UpdatesSkipped(ArithmeticError):
 class ActorLead(Lead):
     can_migrate = True
     can_hold = True
+    can_suspend = True
 
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
@@ -89,9 +93,10 @@ class ActorLead(Lead):
             standby_bytes=config.actor.standby_memory_mib << 20,
         )
         self._two_phase = TwoPhaseResize(tools, self._world)
-        self._resize_tasks: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[None]] = set()
         """One resize at work. Besides it, one whose transition was closed meanwhile may still wait for the ranks."""
         self._ranks = AllRanks(self.crew)
+        self._suspension = Suspension(self.crew, self._world, self._two_phase, self._ranks, self)
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
         per_iteration = self.job.config.samples.per_iteration
@@ -133,14 +138,23 @@ class ActorLead(Lead):
         assert resize is not None, "a Migrate of an actor is a resize"
         self._begin_resize(resize)
 
+    async def suspend(self, request: commands_pb2.SuspendRequest) -> None:
+        self._begin_change(f"suspension {request.header.transition_id}", self._suspension.suspend(request))
+
+    async def resume(self, request: commands_pb2.ResumeRequest) -> None:
+        self._begin_change(f"resumption {request.header.transition_id}", self._suspension.resume(request))
+
     def _begin_resize(self, resize: Resize) -> None:
-        """Run the resize in the background. An update may take long, and a command to stop must not wait for it."""
-        task = asyncio.create_task(self._resize(resize), name=f"resize {resize.transition}")
-        self._resize_tasks.add(task)
-        task.add_done_callback(self._resize_tasks.discard)
+        self._begin_change(f"resize {resize.transition}", self._resize(resize))
+
+    def _begin_change(self, what: str, change: Coroutine[Any, Any, None]) -> None:
+        """Run the change in the background. An update may take long, and a command to stop must not wait for it."""
+        task = asyncio.create_task(change, name=what)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
 
     async def _end_resizes(self) -> None:
-        for task in list(self._resize_tasks):
+        for task in list(self._changes):
             await end_task(task)
 
     async def _resize(self, resize: Resize) -> None:
@@ -198,6 +212,7 @@ class ActorLead(Lead):
         # Standbys get the call too: all members of a world learn where the state is.
         await self.crew.ask_all(dict.fromkeys(self._world.everyone, wire.WorkerCall(start_actor=start)))
         self._two_phase.note_start()
+        self._suspension.note_start()
         if self.crew.standbys:
             num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
             await self.report_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)

@@ -39,6 +39,7 @@ class ActorWorld:
         self._num_ids = 0
         self.epoch = 0
         self._members: frozenset[int] = frozenset()
+        self._keepers: frozenset[int] = frozenset()
         self._log = structlog.get_logger("membership")
 
     @property
@@ -54,12 +55,20 @@ class ActorWorld:
     def ids(self, grants: Sequence[Grant]) -> list[int]:
         return [self._ids[grant.gpu] for grant in grants]
 
+    def keep(self, grants: Sequence[Grant]) -> None:
+        """These workers, and no others, keep the state of a suspended actor: as standbys they have no memory budget."""
+        self._keepers = frozenset(self.ids(grants))
+
+    def keeps(self, grant: Grant) -> bool:
+        """Whether this very process keeps a part of a suspended actor's state."""
+        return self._ids.get(grant.gpu) in self._keepers
+
     async def begin(self, incarnation: int) -> None:
         """Begin an incarnation. Stop the standbys: they are in the world of the one before."""
         await self._crew.stop(self._crew.standbys, transition="")
         self._ids.clear()
         self._num_ids = 0
-        self._members = frozenset()
+        self._members = self._keepers = frozenset()
         self.epoch = incarnation * _EPOCHS_PER_INCARNATION
 
     async def start(self, grants: Sequence[Grant], *, transition: str) -> None:
@@ -106,7 +115,8 @@ class ActorWorld:
 
     async def _stop_over_budget(self, measured: dict[Grant, int]) -> bool:
         """Whether any standby was over budget."""
-        over = {grant: size_bytes for grant, size_bytes in measured.items() if size_bytes > self._standby_bytes}
+        budgeted = {grant: size_bytes for grant, size_bytes in measured.items() if not self.keeps(grant)}
+        over = {grant: size_bytes for grant, size_bytes in budgeted.items() if size_bytes > self._standby_bytes}
         for grant, size_bytes in over.items():
             self._log.warning(
                 "standby ended",

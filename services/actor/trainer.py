@@ -62,10 +62,11 @@ class MegatronTrainer:
         world: World,
         *,
         shared_memory: Path | None = None,
+        host_memory: Path | None = None,
         weights: InitialWeights | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        """`shared_memory`: as in ElasticSettings; `weights`: as in GptProvider.
+        """`shared_memory`, `host_memory`: as in ElasticSettings; `weights`: as in GptProvider.
 
         `pacer` has the pace of GRPO updates. Supervised steps and forward passes have none."""
         self.settings = settings
@@ -84,6 +85,7 @@ class MegatronTrainer:
             settings=ElasticSettings(
                 seed=settings.seed,
                 shared_memory=shared_memory,
+                host_memory=host_memory,
                 copies=settings.copies,
                 num_logical_shards=settings.num_logical_shards,
             ),

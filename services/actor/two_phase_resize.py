@@ -110,28 +110,28 @@ class TwoPhaseResize:
         """Resize from `layout` on the crew's members. Returns the slowest member's report, and the free GPUs' grants.
 
         Raises ResizeAborted. After any other exception the actor's state is lost."""
-        name = self._name(resize.transition)
-        planned = await self._planned(resize)
+        name = self.new_name(resize.transition)
+        planned = await self.planned(resize.transition)
         await self._crew.forget_dead()
         taking_part = self._taking_part(resize)
         try:
             await self._bring_in(resize)
-            report = await self._prepare(name, resize.layout, resize.members)
+            report = await self.prepare(name, resize.layout, resize.members)
             await self._commit(planned, resize.layout)
         except Exception as error:
             self._log.warning("resize aborted", transition=resize.transition, error=str(error))
             await self._roll_back(name, resize, layout, taking_part=taking_part, error=error)
             raise ResizeAborted(f"{type(error).__name__}: {error}") from error
         self._log.info("resize committed", transition=resize.transition)
-        is_epoch_whole = await self._switch(name, resize.members)
-        released = await self._release(resize.leaving)
+        is_epoch_whole = await self.switch(name, resize.members)
+        released = await self.release(resize.leaving)
         members = [grant for grant in resize.members if grant in self._crew.members]
         self._crew.arrange(members)
         if not is_epoch_whole and len(members) == len(resize.members):
-            await self._enter_next(f"{resize.transition}/on", resize.layout)
+            await self.enter_next(f"{resize.transition}/on", resize.layout)
         return report, released
 
-    def _name(self, what: str) -> str:
+    def new_name(self, what: str) -> str:
         self._num_reshards += 1
         return f"{what}/{self._num_reshards}"
 
@@ -147,7 +147,7 @@ class TwoPhaseResize:
         if not self._world.is_whole:
             await self._world.join()
 
-    async def _prepare(self, name: str, layout: Layout, members: Sequence[Grant]) -> types_pb2.ReshardReport:
+    async def prepare(self, name: str, layout: Layout, members: Sequence[Grant]) -> types_pb2.ReshardReport:
         """Have all prepare. Returns the slowest member's report. Raises CertificatesDiffer."""
         request = wire.PrepareReshard(id=name, layout=encode_layout(layout), ranks=self._world.ids(members))
         calls = dict.fromkeys(self._world.everyone, wire.WorkerCall(prepare_reshard=request))
@@ -157,12 +157,12 @@ class TwoPhaseResize:
             raise CertificatesDiffer(f"{name}: certificates {[report.certificate for report in reports]}")
         return max(reports, key=lambda report: sum(report.seconds.values()))
 
-    async def _planned(self, resize: Resize) -> Transition:
+    async def planned(self, transition: TransitionId) -> Transition:
         """The open transition. Raises ResizeAborted when it was closed while the ranks were busy."""
         for found in await self._from_store(lambda: self._tools.transitions.current_transitions(self._tools.job_id)):
-            if found.id == resize.transition:
+            if found.id == transition and found.is_open:
                 return found
-        raise ResizeAborted(f"transition {resize.transition} is not open any more")
+        raise ResizeAborted(f"transition {transition} is not open any more")
 
     async def _commit(self, planned: Transition, layout: Layout) -> None:
         """Raises VersionConflict and the like where the transition is closed or a GPU is lost."""
@@ -177,36 +177,36 @@ class TwoPhaseResize:
                 self._log.warning("no answer from the store", error=str(error))
                 await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _switch(self, name: str, members: Sequence[Grant]) -> bool:
+    async def switch(self, name: str, members: Sequence[Grant]) -> bool:
         """Switch all to the prepared layout. Returns False when the epoch is spent.
 
         The epoch is spent if a worker died, if a standby failed and was stopped, or if a rank was late and its peers
         left it. Raises the error of a living member that did not switch; raises WorkerGone if no member lives."""
-        replies, failed = await self._ask_everyone(_commit_of(name))
+        replies, failed = await self.ask_everyone(_commit_of(name))
         await self._crew.forget_dead()
         living = [grant for grant in members if grant in self._crew.members]
         unable = [failed[grant] for grant in living if grant in failed] or _unreachable(failed, among=members)
         if unable or not living:
             raise unable[0] if unable else WorkerGone(f"{name}: all {len(members)} members died at the switch")
         self._state_epoch = self._world.epoch
-        await self._stop([grant for grant in failed if grant in self._crew.standbys])
+        await self.stop([grant for grant in failed if grant in self._crew.standbys])
         return not failed and all(reply.committed.in_epoch for reply in replies)
 
-    async def _ask_everyone(self, call: wire.WorkerCall) -> tuple[list[wire.WorkerReply], dict[Grant, BaseException]]:
+    async def ask_everyone(self, call: wire.WorkerCall) -> tuple[list[wire.WorkerReply], dict[Grant, BaseException]]:
         """The replies of the workers that did the call, and the errors of the others by grant."""
         grants = self._world.everyone
         outcomes = await asyncio.gather(*(self._crew.ask(grant, call) for grant in grants), return_exceptions=True)
         replies = [it for it in outcomes if not isinstance(it, BaseException)]
         return replies, {grant: it for grant, it in zip(grants, outcomes, strict=True) if isinstance(it, BaseException)}
 
-    async def _release(self, leaving: Sequence[Grant]) -> tuple[Grant, ...]:
+    async def release(self, leaving: Sequence[Grant]) -> tuple[Grant, ...]:
         """Make leaving workers standbys, or stop them. Returns the grants of the GPUs that are certainly free."""
         outcomes = await asyncio.gather(*(self._crew.stand_down([grant]) for grant in leaving), return_exceptions=True)
         for grant, outcome in zip(leaving, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 self._log.warning("did not stand down", gpu=grant.gpu, error=str(outcome))
         stood_down = [grant for grant, outcome in zip(leaving, outcomes, strict=True) if outcome is None]
-        return (*stood_down, *await self._stop([grant for grant in leaving if grant not in stood_down]))
+        return (*stood_down, *await self.stop([grant for grant in leaving if grant not in stood_down]))
 
     def _refuse_dead(self, members: Sequence[Grant]) -> None:
         if dead := [grant.gpu for grant in members if grant not in self._crew.members]:
@@ -219,11 +219,11 @@ class TwoPhaseResize:
 
         Raises the error where that layout cannot go on: a member gave no answer, no member is left, or the layout
         lacked a rank before the resize and no further death explains the failure."""
-        _, failed = await self._ask_everyone(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
+        _, failed = await self.ask_everyone(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
         await self._crew.forget_dead()
         dead = [grant for grant in taking_part if grant not in self._world.everyone]
         living = [grant for grant in resize.survivors if grant not in dead]
-        await self._stop(resize.coming)
+        await self.stop(resize.coming)
         was_whole = len(resize.survivors) == layout.num_ranks
         silent = [error] if isinstance(error, WorkerUnreachable) and set(error.grants) & set(resize.survivors) else []
         if silent or _unreachable(failed, among=resize.survivors) or not living or not (was_whole or dead):
@@ -233,9 +233,9 @@ class TwoPhaseResize:
             return
         are_in_place = not failed and self._world.is_whole
         if not (are_in_place and self._state_epoch == self._world.epoch):
-            await self._enter_next(f"{resize.transition}/back", layout)
+            await self.enter_next(f"{resize.transition}/back", layout)
 
-    async def _enter_next(self, name: str, layout: Layout) -> None:
+    async def enter_next(self, name: str, layout: Layout) -> None:
         """Bring the layout in force, on its present members, into the next epoch.
 
         If a standby dies on the way, try the epoch after that. If a member dies, stop: the resize that replaces the
@@ -244,11 +244,11 @@ class TwoPhaseResize:
         await self._world.stand_by()
         while True:
             everyone = self._world.everyone
-            attempt = self._name(name)
+            attempt = self.new_name(name)
             try:
                 await self._world.join()
-                await self._prepare(attempt, layout, members)
-                if await self._switch(attempt, members):
+                await self.prepare(attempt, layout, members)
+                if await self.switch(attempt, members):
                     return
             except WorkerUnreachable:
                 raise
@@ -260,7 +260,12 @@ class TwoPhaseResize:
             if not set(members) <= set(self._crew.members) or self._world.everyone == everyone:
                 return
 
-    async def _stop(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
+    def raise_unreachable(self, failed: Mapping[Grant, BaseException], *, among: Sequence[Grant]) -> None:
+        """Raise the error of a member whose instance gave no answer: nothing else shows whether it lives."""
+        for error in _unreachable(failed, among=among):
+            raise error
+
+    async def stop(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants whose workers stopped. The scheduler clears the others, by asking the gates."""
         stopped = []
         for grant in grants:

@@ -4,7 +4,7 @@ The calls come in this order:
 1. All workers, standbys included, get JoinWorld.
 2. All workers get StartActor.
 3. The ranks of the layout get updates, publishes and saves. All workers get reshards: PrepareReshard, then
-   CommitReshard or AbortReshard.
+   CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it.
 
 A later JoinWorld begins another epoch. The next reshard brings the state into it; no update may come before that. Every
 rank of the layout gets the same call, with whole minibatches, and does its part. A file of a publish or a save gets its
@@ -33,6 +33,7 @@ from services.actor import arena_folder
 from services.actor.checkpoints import CheckpointError, files_of
 from services.actor.epochs import Epochs
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
+from services.actor.keeper import Keeper
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings, limits_of
 from services.actor.trainer import MegatronTrainer
@@ -85,6 +86,7 @@ class TrainerWorker:
         self._trainer: MegatronTrainer | None = None
         self._open: _PreparedReshard | None = None
         self._last_committed = ""
+        self._keeper = Keeper()
         self._last_update = wire.UpdateReport()
         self._open_update = ""
         """The update whose portions the trainer accumulates."""
@@ -113,6 +115,8 @@ class TrainerWorker:
                 yield self._commit(call)
             case "abort_reshard":
                 yield self._abort(call)
+            case "prepare_suspension" | "commit_suspension" | "abort_suspension" as step:
+                yield self._suspend(call, step)
             case other:
                 raise CallRefused(
                     f"an actor worker does not handle {other!r}; send the call to the component that does"
@@ -160,6 +164,7 @@ class TrainerWorker:
             _settings(job),
             world,
             shared_memory=choice.folder,
+            host_memory=choice.host_memory,
             weights=initial_weights(job),
             pacer=Pacer.of(config.cluster, self._channel.clock.count),
         )
@@ -311,6 +316,21 @@ class TrainerWorker:
         # A worker that lost a peer has nothing to abort, and cannot go on in this epoch: refuse, to let the caller
         # know.
         self._member()
+        return Answer(call.call_id)
+
+    def _suspend(self, call: wire.WorkerCall, step: str) -> Answer:
+        if self._trainer is None:
+            raise CallRefused("the trainer is not started; send JoinWorld and StartActor first")
+        if self._open is not None:
+            raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it before a suspension")
+        elastic = self._trainer.elastic
+        match step:
+            case "prepare_suspension":
+                self._keeper.prepare(call.prepare_suspension.id, elastic)
+            case "commit_suspension":
+                return Answer(call.call_id, self._keeper.commit(call.commit_suspension.id, elastic))
+            case _:
+                self._keeper.abort(call.abort_suspension.id, elastic)
         return Answer(call.call_id)
 
     def _member(self) -> MegatronTrainer:

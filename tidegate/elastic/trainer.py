@@ -399,6 +399,14 @@ class ElasticTrainer:
             self._location.state.rest()
         self._is_suspended = True
 
+    @property
+    def kept_bytes(self) -> int:
+        """The host memory in which this member keeps a suspended job's state, without copies of earlier updates."""
+        state = None if self._location is None else self._location.state
+        if state is None or not self._is_suspended:
+            return 0
+        return state.arena.num_bytes if state.kept is None else state.kept.num_bytes
+
     def abort_suspension(self) -> None:
         """Stay as before the first phase. Does nothing after the second one."""
         state = None if self._location is None else self._location.state

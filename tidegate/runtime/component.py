@@ -75,10 +75,12 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         return commands_pb2.MigrateResponse(result=await self._accept_once(request))
 
     async def Suspend(self, request: commands_pb2.SuspendRequest, context: Context) -> commands_pb2.SuspendResponse:
-        raise _not_yet("Suspend")
+        require(request, "grants")
+        return commands_pb2.SuspendResponse(result=await self._accept_once(request))
 
     async def Resume(self, request: commands_pb2.ResumeRequest, context: Context) -> commands_pb2.ResumeResponse:
-        raise _not_yet("Resume")
+        require(request, "grants", "layout")
+        return commands_pb2.ResumeResponse(result=await self._accept_once(request))
 
     async def HoldTraining(
         self, request: commands_pb2.HoldTrainingRequest, context: Context

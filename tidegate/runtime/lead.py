@@ -46,6 +46,8 @@ Command: TypeAlias = (
     | commands_pb2.CloseIterationRequest
     | commands_pb2.EvaluateRequest
     | commands_pb2.HoldTrainingRequest
+    | commands_pb2.SuspendRequest
+    | commands_pb2.ResumeRequest
 )
 Work: TypeAlias = types_pb2.IterationPlan | types_pb2.EvaluationPlan
 """The work that a lead does beside its commands, until it is done, closed or superseded."""
@@ -92,6 +94,8 @@ class Lead(ABC):
 
     can_migrate = False
     """Whether the component can move to other GPUs while it works."""
+    can_suspend = False
+    """Whether it can give all GPUs back and continue later with its state."""
     can_evaluate = False
     """Whether it can generate responses for an evaluation."""
     can_hold = False
@@ -131,6 +135,10 @@ class Lead(ABC):
                 raise CommandRefused(f"command {header.id}: only an actor trains; send it to that")
             if (header.incarnation, command.iteration) < (self.incarnation, self.iteration):
                 raise CommandRefused(f"command {header.id}: iteration {command.iteration} is not open")
+        if isinstance(command, commands_pb2.SuspendRequest | commands_pb2.ResumeRequest) and not self.can_suspend:
+            raise CommandRefused(
+                f"command {header.id}: only an actor is suspended with its state; stop and start the others"
+            )
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
@@ -250,6 +258,14 @@ class Lead(ABC):
         """Moves a component that `can_migrate` to other GPUs, or into another layout, while it works."""
         raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
 
+    async def suspend(self, request: commands_pb2.SuspendRequest) -> None:
+        """Gives all GPUs of a component that `can_suspend` back, and keeps its state."""
+        raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
+
+    async def resume(self, request: commands_pb2.ResumeRequest) -> None:
+        """Continues with the state that `suspend` kept."""
+        raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
+
     async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
         """Stops the workers on these GPUs and publishes `GpusReleased`."""
         grants = decode_grants(request.grants)
@@ -320,6 +336,10 @@ class Lead(ABC):
                 await self.scale_down(command)
             case commands_pb2.MigrateRequest():
                 await self.migrate(command)
+            case commands_pb2.SuspendRequest():
+                await self.suspend(command)
+            case commands_pb2.ResumeRequest():
+                await self.resume(command)
             case commands_pb2.LoadWeightsRequest():
                 await self.load_weights(command)
                 if self._failed_work is not None:

@@ -48,6 +48,7 @@ ReplyBody: TypeAlias = (
     | wire.Scored
     | wire.LoadedWeights
     | wire.WarmUpProgress
+    | wire.Suspended
 )
 
 READY_CALL_ID = 0
@@ -74,6 +75,9 @@ _STATE_OF_CALL = {
     "prepare_reshard": SlotState.SWITCHING,
     "commit_reshard": SlotState.SWITCHING,
     "abort_reshard": SlotState.SWITCHING,
+    "prepare_suspension": SlotState.SWITCHING,
+    "commit_suspension": SlotState.SWITCHING,
+    "abort_suspension": SlotState.SWITCHING,
     "generate": SlotState.GENERATING,
     "abort": SlotState.GENERATING,
     "score": SlotState.COMPUTING_LOG_PROBS,

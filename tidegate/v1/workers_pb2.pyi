@@ -49,6 +49,9 @@ class WorkerCall(_message.Message):
     LOAD_SHARDS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     STAND_DOWN_FIELD_NUMBER: _builtins.int
+    PREPARE_SUSPENSION_FIELD_NUMBER: _builtins.int
+    COMMIT_SUSPENSION_FIELD_NUMBER: _builtins.int
+    ABORT_SUSPENSION_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Unique among the calls to this worker. Replies carry it."""
     gpu: _builtins.str
@@ -94,6 +97,12 @@ class WorkerCall(_message.Message):
     def stop(self) -> Global___Stop: ...
     @_builtins.property
     def stand_down(self) -> Global___StandDown: ...
+    @_builtins.property
+    def prepare_suspension(self) -> Global___PrepareSuspension: ...
+    @_builtins.property
+    def commit_suspension(self) -> Global___CommitSuspension: ...
+    @_builtins.property
+    def abort_suspension(self) -> Global___AbortSuspension: ...
     def __init__(
         self,
         *,
@@ -120,12 +129,15 @@ class WorkerCall(_message.Message):
         load_shards: Global___LoadShards | None = ...,
         stop: Global___Stop | None = ...,
         stand_down: Global___StandDown | None = ...,
+        prepare_suspension: Global___PrepareSuspension | None = ...,
+        commit_suspension: Global___CommitSuspension | None = ...,
+        abort_suspension: Global___AbortSuspension | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "accumulate", b"accumulate", "body", b"body", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "accumulate", b"accumulate", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "accumulate", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "accumulate", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down", "prepare_suspension", "commit_suspension", "abort_suspension"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -150,6 +162,7 @@ class WorkerReply(_message.Message):
     SCORED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     WARM_UP_FIELD_NUMBER: _builtins.int
+    SUSPENDED_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     last: _builtins.bool
@@ -180,6 +193,8 @@ class WorkerReply(_message.Message):
     @_builtins.property
     def warm_up(self) -> Global___WarmUpProgress: ...
     @_builtins.property
+    def suspended(self) -> Global___Suspended: ...
+    @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
         """What the slot did since the last reply."""
 
@@ -201,13 +216,14 @@ class WorkerReply(_message.Message):
         scored: Global___Scored | None = ...,
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
+        suspended: Global___Suspended | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up", "suspended"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -469,6 +485,99 @@ class AbortReshard(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortReshard: _TypeAlias = AbortReshard  # noqa: Y015
+
+@_typing.final
+class PrepareSuspension(_message.Message):
+    """Between two updates: have the state in host memory. Nothing else changes. A repeat does it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """A new id, never used before."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareSuspension: _TypeAlias = PrepareSuspension  # noqa: Y015
+
+@_typing.final
+class CommitSuspension(_message.Message):
+    """Give back all memory but the host's. A PrepareReshard continues the state from there. A repeat changes nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitSuspension: _TypeAlias = CommitSuspension  # noqa: Y015
+
+@_typing.final
+class AbortSuspension(_message.Message):
+    """Stay as before the PrepareSuspension."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortSuspension: _TypeAlias = AbortSuspension  # noqa: Y015
+
+@_typing.final
+class Suspended(_message.Message):
+    """The state is in host memory alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """The device memory that the worker gave back, and what it still uses. On a CPU: the worker's private memory."""
+    held_bytes: _builtins.int
+    kept_bytes: _builtins.int
+    """The state's bytes in host memory."""
+    def __init__(
+        self,
+        *,
+        freed_bytes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "held_bytes", b"held_bytes", "kept_bytes", b"kept_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Suspended: _TypeAlias = Suspended  # noqa: Y015
 
 @_typing.final
 class StandDown(_message.Message):

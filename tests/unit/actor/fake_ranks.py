@@ -57,6 +57,10 @@ class FakeRank:
         self.rate_factor = 1.0
         """The rate of its optimizer, divided by the requested rate."""
         self.is_in_epoch = False
+        self.suspensions: list[str] = []
+        """The calls of suspensions that the rank got."""
+        self.is_suspended = False
+        """Whether its state is in host memory alone."""
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
         self.trained: list[wire.Train] = []
@@ -98,6 +102,8 @@ class FakeRank:
                 yield replied(call, wire.Started(memory_bytes=self._ranks.memory_bytes))
             case "prepare_reshard" | "commit_reshard" | "abort_reshard":
                 yield self._reshard(call, kind)
+            case "prepare_suspension" | "commit_suspension" | "abort_suspension":
+                yield self._suspend(call, kind)
             case "start_actor":
                 yield self._start(call)
             case "warm_up":
@@ -172,7 +178,7 @@ class FakeRank:
                 assert self.prepared is not None, "nothing is prepared"
                 ranks, self.weights = self.prepared.ranks, self.prepared.weights
                 self._rank = ranks.index(self.member) if self.member in ranks else PLENTY
-                self.prepared = None
+                self.prepared, self.is_suspended = None, False
                 self.is_in_epoch, self.is_late = not self.is_late, False
                 return replied(call, wire.Committed(in_epoch=self.is_in_epoch))
         self.prepared = None
@@ -196,7 +202,17 @@ class FakeRank:
                 f"{self.grant.gpu} holds {len(self.portions)} portions, not {num_before} of {update_id}"
             )
 
+    def _suspend(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
+        self.suspensions.append(kind)
+        self._changes.notify()
+        if kind != "commit_suspension":
+            return replied(call)
+        assert "prepare_suspension" in self.suspensions, "nothing is in host memory"
+        self.is_suspended = True
+        return replied(call, wire.Suspended(freed_bytes=5, held_bytes=3, kept_bytes=2))
+
     def _train(self, call: wire.WorkerCall) -> wire.WorkerReply:
+        assert not self.is_suspended, "its weights are in host memory alone"
         if call.train.update_id in self.weights:
             known = any(train.update_id == call.train.update_id for train in self.trained)
             report = wire.UpdateReport(update_id=call.train.update_id, committed=True, loss=float("nan"))
