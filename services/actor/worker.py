@@ -359,6 +359,8 @@ class TrainerWorker:
         mesh, me = trainer.elastic.location.mesh, trainer.elastic.world.me
         if me not in mesh.ranks:
             raise CallRefused(f"member {me} stands by: the layout is on members {mesh.ranks}")
+        if trainer.elastic.is_suspended:
+            raise CallRefused("the state is in host memory alone: reshard it first")
         return trainer, rank_file(mesh.ranks.index(me))
 
     @contextmanager

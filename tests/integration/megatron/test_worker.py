@@ -135,3 +135,25 @@ def test_a_member_that_finds_no_server_of_an_epoch_s_store_joins_the_next_epoch(
     (found,) = ranks.run(f"{RANKS}:without_a_store", 1, {"folder": str(tmp_path)})
     assert "reaching the store of epoch 1: a peer is dead or too late" in str(found["refusal"])
     assert found["losses"] == pytest.approx(fixed["losses"][:1], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("where", ["in shared memory", "each for itself"])
+def test_a_suspended_worker_gives_its_memory_back_and_trains_on_from_the_host_s(
+    ranks: RankServer, fixed: Results, tmp_path: Path, where: str
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as shared:
+        memory = shared if where == "in shared memory" else str(tmp_path)
+        found = ranks.run(f"{RANKS}:suspended", 3, {"folder": str(tmp_path), "memory": memory})
+
+    for member in (0, 1):
+        assert found[member]["losses"][0] == pytest.approx(fixed["losses"][0], abs=TOLERANCE)
+        _, held_bytes, kept_bytes = found[member]["freed"][0].tolist()
+        assert min(held_bytes, kept_bytes) > 0
+        too_early, unknown, undecided, committed, suspended = found[member]["refusals"].tolist()
+        assert "there is no state to suspend: start the trainer" in too_early
+        assert unknown == "suspension unknown is not prepared here; open: none"
+        assert undecided == "reshard undecided is not decided yet: commit or abort it before a suspension"
+        assert committed == "suspension suspend is committed and cannot be aborted"
+        assert suspended == "the state is in host memory alone: reshard it first"
+    assert found[2]["losses"][1] == pytest.approx(fixed["losses"][1], abs=TOLERANCE)
+    assert found[2]["freed"][0][2] == 0, "a standby has no state to keep"

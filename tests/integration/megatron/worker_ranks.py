@@ -319,6 +319,46 @@ def _rest(whole: wire.WorkerCall, first: int, *, num_portions: int) -> wire.Work
     return wire.WorkerCall(train=rest)
 
 
+def suspended(context: RankContext, *, folder: str, memory: str) -> Results:
+    """Two members train and are suspended. Member 2 goes on with their state, after a suspension that is given up."""
+    member = Member(context, _config(folder, memory))
+    everyone = [0, 1, 2]
+    refusals, freed = [], []
+    member.join(1, everyone)
+    refusals.append(member.refusal(_suspension("prepare", "too early")))
+    member.start([0, 1], dp=2)
+    refusals.append(member.refusal(_suspension("commit", "unknown")))
+    member.ask(_suspension("prepare", "given up"))
+    for _ in range(2):
+        member.ask(_suspension("abort", "given up"))
+    member.train([0, 1])
+    member.ask(member.prepare("undecided", [2], dp=1))
+    refusals.append(member.refusal(_suspension("prepare", "too early")))
+    member.ask(wire.WorkerCall(abort_reshard=wire.AbortReshard(id="undecided")))
+    for _ in range(2):
+        member.ask(_suspension("prepare", "suspend"))
+    report, again = (member.ask(_suspension("commit", "suspend")) for _ in range(2))
+    assert report == again
+    freed.append((report.freed_bytes, report.held_bytes, report.kept_bytes))
+    refusals.append(member.refusal(_suspension("abort", "suspend")))
+    if member.me != 2:
+        refusals.append(member.refusal(member.training(1)))
+    member.reshard("resume", [2], dp=1)
+    member.train([2])
+    member.worker.close()
+    return {"losses": np.array(member.losses), "refusals": np.array(refusals), "freed": np.array(freed)}
+
+
+def _suspension(step: str, name: str) -> wire.WorkerCall:
+    match step:
+        case "prepare":
+            return wire.WorkerCall(prepare_suspension=wire.PrepareSuspension(id=name))
+        case "commit":
+            return wire.WorkerCall(commit_suspension=wire.CommitSuspension(id=name))
+        case _:
+            return wire.WorkerCall(abort_suspension=wire.AbortSuspension(id=name))
+
+
 def without_a_store(context: RankContext, *, folder: str) -> Results:
     """The server of the first epoch's store is dead. The second epoch needs no server."""
     member = Member(context, _config(folder, str(context.tmpfs)))
