@@ -129,6 +129,7 @@ class Suspension:
             await self._stay(name)
             raise ResizeAborted(f"{type(error).__name__}: {error}") from error
         commit = wire.WorkerCall(commit_suspension=wire.CommitSuspension(id=name))
+        members, everyone = self._crew.members, self._world.everyone
         replies, failed = await self._two_phase.ask_everyone(commit)
         await self._crew.forget_dead()
         if unable := [failed[grant] for grant in self._crew.members if grant in failed]:
@@ -137,7 +138,8 @@ class Suspension:
         self._is_suspended = True
         self._world.keep(self._crew.members)
         released = await self._two_phase.release(self._crew.members)
-        done = [reply.suspended for reply in replies]
+        answered = [grant for grant in everyone if grant not in failed]
+        done = [it.suspended for grant, it in zip(answered, replies, strict=True) if grant in members]
         self._log.info(
             "suspended",
             transition=transition,

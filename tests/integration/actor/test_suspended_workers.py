@@ -16,7 +16,8 @@ from services.actor.lead import ActorLead
 from tests.component_bench import JOB, NODES
 from tests.integration.runtime.nodes import fork_server
 from tests.unit.actor.actor_bench import FIRST, SECOND, Training, training
-from tests.unit.actor.test_suspension import SPARE, SuspendBench
+from tests.unit.actor.resize_bench import SPARE
+from tests.unit.actor.suspend_bench import SuspendBench
 from tidegate.codec import decode_grants, decode_layout
 from tidegate.events import EventSource
 from tidegate.gate import Gate

@@ -71,6 +71,7 @@ def test_state_that_does_not_fit_is_not_shared(memory: Path) -> None:
     assert "--shm-size" in choice.reason
 
 
-def test_state_on_a_device_is_not_shared(memory: Path) -> None:
-    assert choose(memory / "state", needed_bytes=1, device=torch.device("meta")).folder is None
-    assert not (memory / "state").exists()
+def test_state_on_a_device_has_a_folder_only_for_its_copies_while_the_actor_is_suspended(memory: Path) -> None:
+    choice = choose(memory / "state", needed_bytes=1 << 20, device=torch.device("cuda"))
+    assert (choice.folder, choice.host_memory) == (None, memory / "state")
+    assert choice.reason == "state is on cuda"
