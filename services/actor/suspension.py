@@ -212,6 +212,7 @@ class Suspension:
         """Give up the new layout and its GPUs. The state stays in host memory."""
         abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name))
         await self._two_phase.ask_everyone(abort)
-        await self._crew.forget_dead()
+        # A start that failed on one node leaves the workers of another under grants that the crew has not noted.
+        await self._crew.take_over()
         self._needs_epoch = True
         await self._two_phase.release(self._crew.members)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from tests.ranks import RankContext, Results
 from tidegate.elastic.epoch.rendezvous import connect_store, serve_store
@@ -35,7 +35,7 @@ def open_store(context: RankContext, *, timeout_s: float = TIMEOUT_S) -> TCPStor
     return connect_store(context.port, timeout_s=timeout_s)
 
 
-def join(context: RankContext, store: TCPStore, *, epoch: int, members: tuple[int, ...], **options: Any) -> World:
+def join(context: RankContext, store: Store, *, epoch: int, members: tuple[int, ...], **options: Any) -> World:
     options = dict[str, Any](timeout_s=TIMEOUT_S, device=CPU) | options
     return World.join(Membership(epoch, members), me=context.rank, store=store, **options)
 

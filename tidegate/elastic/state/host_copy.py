@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,7 +78,7 @@ class HostCopy:
         if arena is None:
             return
         if self._is_pinned and self._slot.nbytes:
-            torch.cuda.cudart().cudaHostUnregister(self._slot.data_ptr())
+            _cudart().cudaHostUnregister(self._slot.data_ptr())
         self._slot = torch.empty(0, dtype=torch.uint8)
         arena.release()
         if isinstance(arena, SharedArena):
@@ -87,4 +88,8 @@ class HostCopy:
 
 def _pin(slot: torch.Tensor) -> None:
     """Where the driver refuses, the copy is as right and only slower."""
-    torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0)
+    _cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no type for it
