@@ -20,6 +20,10 @@ STARTS: Mapping[str, Callable[[Job, GpuId, Pacer], StartedEngine]] = {
     "sglang": lambda job, gpu, pacer: start_sglang(job, gpu),
 }
 
+WARM_ASLEEP = frozenset({"embedded"})
+"""The engines that sleep in memory and wake within milliseconds. A sleeping SGLang engine has no server, so a worker
+that stands by for one has only its process and its imports."""
+
 
 def start_engine(job: Job, gpu: GpuId, pacer: Pacer) -> StartedEngine:
     """An engine that is awake and has no weights yet. Raises EngineFailed."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.rollout.groups import GroupsInProgress
+from services.rollout.partials import Partials
 from services.rollout.progress import EngineProgress, IterationProgress
 from tidegate.candidates import Candidates
 from tidegate.runtime.crew import Crew
@@ -32,6 +33,7 @@ class GenerationPicture:
     groups: GroupsInProgress[samples_pb2.Sample]
     candidates: Candidates
     progress: IterationProgress
+    partials: Partials = field(default_factory=Partials)
 
     async def paint(self) -> events_pb2.Generation:
         await asyncio.gather(*(self._look(grant, engine) for grant, engine in self.engines()))
@@ -40,6 +42,7 @@ class GenerationPicture:
             [(GpuId(grant.gpu), engine) for grant, engine in self.engines()],
             self.groups.waiting,
             self.candidates.seen,
+            self.partials.num_tokens,
         )
 
     async def _look(self, grant: Grant, engine: EngineProgress) -> None:

@@ -1,18 +1,20 @@
 """The responses of an iteration that are still to be made, and those that engines are making. Pure.
 
 A group is all responses to one prompt. It is complete when each of its draws has arrived. Groups may be added. Samples
-are assigned in the order of prompt and draw.
+are assigned in the order of prompt and draw, or as `order` puts the prompts. Samples that were given back are in that
+order too.
 
 Invariants:
 - A sample is assigned to one engine at a time. [test_groups: every_history_ends_with_each_sample_once]
 - The samples that a lost engine held are assigned again. [test_groups: lost_engine_held_are_assigned_again]
 - A sample that arrived is not accepted a second time. [test_groups: late_answer_of_a_lost_engine]
+- An order decides when a sample is assigned, not how often. [test_groups: every_history_ends_with_each_sample_once]
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,7 +31,9 @@ class GroupsInProgress(Generic[Response]):
     iteration: int
     prompts: tuple[int, ...]
     group_size: int
-    _waiting: list[SampleId] = field(default_factory=list)
+    _waiting: list[tuple[int, SampleId]] = field(default_factory=list)
+    """A heap of the waiting samples, each with its prompt's place in the order."""
+    _places: dict[int, int] = field(default_factory=dict)
     _assigned: set[SampleId] = field(default_factory=set)
     _responses: dict[int, dict[int, Response]] = field(default_factory=dict)
 
@@ -43,7 +47,15 @@ class GroupsInProgress(Generic[Response]):
                 raise ValueError(f"prompt {prompt} is in progress already")
             self._responses[prompt] = {}
             for draw in range(self.group_size):
-                heapq.heappush(self._waiting, SampleId(self.incarnation, self.iteration, prompt, draw))
+                self._wait(SampleId(self.incarnation, self.iteration, prompt, draw))
+
+    def order(self, prompts: Sequence[int]) -> None:
+        """Assign waiting samples in this order of prompts. Prompts that it leaves out come last."""
+        self._places = {prompt: place for place, prompt in enumerate(prompts)}
+        waiting = [sample for _, sample in self._waiting]
+        self._waiting.clear()
+        for sample in waiting:
+            self._wait(sample)
 
     @property
     def is_done(self) -> bool:
@@ -56,7 +68,7 @@ class GroupsInProgress(Generic[Response]):
     @property
     def waiting(self) -> list[SampleId]:
         """The waiting samples, in the order of their assignment."""
-        return sorted(self._waiting)
+        return [sample for _, sample in sorted(self._waiting)]
 
     def is_assigned(self, sample: SampleId) -> bool:
         """Whether an engine has the sample, as far as this lead knows."""
@@ -64,7 +76,7 @@ class GroupsInProgress(Generic[Response]):
 
     def take(self, limit: int) -> tuple[SampleId, ...]:
         """Assign up to `limit` samples to an engine."""
-        taken = tuple(heapq.heappop(self._waiting) for _ in range(min(limit, len(self._waiting))))
+        taken = tuple(heapq.heappop(self._waiting)[1] for _ in range(min(limit, len(self._waiting))))
         self._assigned.update(taken)
         return taken
 
@@ -73,7 +85,7 @@ class GroupsInProgress(Generic[Response]):
         for sample in samples:
             if sample in self._assigned:
                 self._assigned.remove(sample)
-                heapq.heappush(self._waiting, sample)
+                self._wait(sample)
 
     def add(self, sample: SampleId, response: Response) -> list[Response] | None:
         """Add a response.
@@ -88,3 +100,6 @@ class GroupsInProgress(Generic[Response]):
             return None
         del self._responses[sample.prompt]
         return [group[draw] for draw in range(self.group_size)]
+
+    def _wait(self, sample: SampleId) -> None:
+        heapq.heappush(self._waiting, (self._places.get(sample.prompt, len(self._places)), sample))

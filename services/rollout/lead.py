@@ -1,37 +1,50 @@
 """The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
 
-The lead keeps every engine as full as it can run. When an engine is lost, the other engines make its requests. A new
-engine takes part at once. A new lead asks the stream for the published groups and makes only the others; it starts an
-evaluation anew. Where the plan has extra prompts, they replace groups without spread (`tidegate.candidates`). The copy
-of a group on the stream decides whether it has spread.
+The lead keeps every engine as full as it can run. Engines come and go beside all other commands. An engine that leaves
+hands over its unfinished responses, and the others continue them (`partials`). When an engine is lost, the others make
+its requests. A new engine takes part at once.
+
+A new lead asks the stream for the published groups and makes only the others; it starts an evaluation anew. Where the
+plan has extra prompts, they replace groups without spread (`tidegate.candidates`). The copy of a group on the stream
+decides whether it has spread.
 
 Where engines repeat draws, a response is the same in every engine, because its seed is derived from its id.
 
 Invariants:
 - A group is published whole and once. [test_lead: published_whole_and_once]
 - Every response of an iteration is drawn from the iteration's version. [test_lead: holds_the_version_of_the_iteration]
+- A response that moves has the bits of one that does not, where engines repeat draws.
+  [test_moves: same_bits_wherever_it_moves]
+- A start or a release of an engine delays no other command. [test_fleet: delays_no_other_command]
 - An evaluation publishes nothing on the stream and changes no account. [test_evaluation: puts_nothing_on_the_stream]
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.failed_rewards import FailedRewards
+from services.rollout.fleet import Fleet
 from services.rollout.generation_picture import GenerationPicture
 from services.rollout.generation_state import EngineSlot, GenerationState
+from services.rollout.group_order import GroupOrder, order_fault
 from services.rollout.groups import GroupsInProgress
+from services.rollout.partials import finish_of
 from services.rollout.progress import EngineProgress, IterationProgress
+from services.rollout.seating import seats
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_sample_id, fate_of
+from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.ports.bus import Stage
+from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import WorkerGone
-from tidegate.runtime.lead import Lead, LeadTools, rewards_of
+from tidegate.runtime.lead import Command, CommandRefused, Lead, LeadTools, rewards_of
 from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
@@ -45,10 +58,15 @@ The next request thus starts without a round trip."""
 
 class RolloutLead(Lead):
     can_evaluate = True
+    can_order = True
 
     def __init__(self, tools: LeadTools) -> None:
         super().__init__(tools)
-        self._engines: dict[str, EngineSlot] = {}
+        self._fleet = Fleet(self.crew, self.job.config, incarnation=lambda: self.incarnation)
+        self._starts: dict[tuple[Grant, ...], asyncio.Task[None]] = {}
+        """The starts at work, by the grants that come."""
+        self._releases: set[asyncio.Task[None]] = set()
+        self._order = GroupOrder()
         self._generation: GenerationState | None = None
         self._exercises: Exercises | None = None
         self._mean_tokens: dict[int, float] = {}
@@ -56,26 +74,66 @@ class RolloutLead(Lead):
 
     async def aclose(self) -> None:
         await super().aclose()
+        for task in (*self._starts.values(), *self._releases):
+            await end_task(task)
+        await self._fleet.aclose()
         if self._exercises is not None:
             self._exercises.close()
             self._exercises = None
 
+    def check(self, command: Command) -> None:
+        super().check(command)
+        if not isinstance(command, commands_pb2.OrderGroupsRequest):
+            return
+        header, algorithm = command.header, self.job.config.algorithm
+        if header.incarnation == self.incarnation and command.iteration < self.iteration:
+            raise CommandRefused(
+                f"command {header.id} orders iteration {command.iteration}, the rollout is at {self.iteration}"
+            )
+        most = algorithm.prompts_per_iteration + algorithm.max_extra_prompts
+        if (fault := order_fault(command.groups, num_groups=most)) is not None:
+            raise CommandRefused(f"command {header.id}: the order of iteration {command.iteration} {fault}")
+
+    async def order_groups(self, request: commands_pb2.OrderGroupsRequest) -> None:
+        self._order = GroupOrder(request.header.incarnation, request.iteration, tuple(request.groups))
+        if self._generation is not None and self._generation.progress is not None:
+            self._put_in_order(self._generation)
+
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
+        """Start the engines in the background: a start may take long, and no other command waits for it."""
         grants = decode_grants(request.grants)
-        await self.crew.start(grants, transition=request.header.transition_id)
-        start = wire.WorkerCall(start_engine=wire.StartEngine(config_json=request.config_json))
-        await self.crew.ask_all(dict.fromkeys(grants, start))
-        for grant in grants:
-            self._engines[grant.gpu] = EngineSlot(grant)
-        if request.HasField("weights"):
-            await self._load(request.weights, grants)
-        await self.announce_layout(request)
+        if grants in self._starts:
+            return
+        task = asyncio.create_task(
+            self._change(request, partial(self._start, request)), name=f"start {request.header.id}"
+        )
+        self._starts[grants] = task
+        task.add_done_callback(lambda _: self._starts.pop(grants, None))
+
+    async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
+        """Release the engines in the background. Engines that are still starting are ended first."""
+        grants = decode_grants(request.grants)
+        if self._fleet.is_leaving(grants):
+            return
+        leaving = self._fleet.leave(grants)
+        await self._end_starts_of(grants)
+        task = asyncio.create_task(
+            self._change(request, partial(self._release, request, leaving)), name=f"release {request.header.id}"
+        )
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def let_go(self, grants: Sequence[Grant], *, transition: str) -> int:
+        return await self._fleet.let_go(grants, transition=transition)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
-        for grant in self.crew.members:
-            self._engines.setdefault(grant.gpu, EngineSlot(grant))
-        await self._load(request.weights, self.crew.members)
+        await self._fleet.load(request.weights, decode_grants(request.header.members))
+        if not self._fleet.slots and self._starts:
+            # No engine is at work yet, so this one is the first to hold the version.
+            await asyncio.wait(list(self._starts.values()))
+        self._note_engines()
         await self.publish(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+        self._fleet.fill_standbys()
 
     async def run_iteration(self, plan: types_pb2.IterationPlan) -> None:
         exercises = await self._opened_exercises()
@@ -85,9 +143,11 @@ class RolloutLead(Lead):
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
+            max_new_tokens=self.job.config.algorithm.max_new_tokens,
             settle=partial(self._publish, plan, exercises, await self._failures(plan, candidates)),
             progress=self._new_progress(plan, exercises, candidates),
         )
+        self._put_in_order(generation)
         async with self._pictures(generation, candidates):
             await self._generate(generation)
         await self._report(plan)
@@ -100,6 +160,7 @@ class RolloutLead(Lead):
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
             request=evaluation.request,
+            max_new_tokens=longest_evaluated(self.job.config),
             settle=partial(self._judge, evaluation),
         )
         await self._generate(generation)
@@ -108,20 +169,60 @@ class RolloutLead(Lead):
 
     async def supersede(self) -> None:
         abort = wire.WorkerCall(abort=wire.Abort())
-        await asyncio.gather(*(self.crew.ask(grant, abort) for grant in self.crew.members), return_exceptions=True)
+        await asyncio.gather(*(self.crew.ask(grant, abort) for grant in self._fleet.started), return_exceptions=True)
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:
-        versions = [slot.version for slot in self._engines.values() if slot.version is not None]
-        if versions:
+        if versions := self._fleet.versions:
             await self.crew.drop_snapshots(before_version=min(versions), keep=self.versions_to_keep)
+        if self.crew.standbys:
+            await self.crew.forget_dead()
+        self._fleet.fill_standbys()
 
-    async def _load(self, snapshot: types_pb2.Snapshot, grants: Sequence[Grant]) -> None:
-        await self.crew.load(snapshot, grants)
-        for grant in grants:
-            self._engines[grant.gpu].version = snapshot.version
+    async def _stop_started(self, request: commands_pb2.ScaleUpRequest) -> None:
+        """The start itself stops what an earlier lead began, so that no other command waits."""
+
+    async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
+        await self._fleet.start(request)
+        self._note_engines()
+        await self.announce_layout(request)
+        self._fleet.fill_standbys()
+
+    async def _release(self, request: commands_pb2.ScaleDownRequest, leaving: Sequence[EngineSlot]) -> None:
+        self._note_engines()
+        num_held = sum(slot.num_held for slot in leaving)
+        await asyncio.gather(*(self._fleet.hand_over(slot) for slot in leaving))
+        if num_held:
+            self._log.info("engines handed over", gpus=[slot.grant.gpu for slot in leaving], num_requests=num_held)
+        self._note_engines()
+        await super().scale_down(request)
+        self._fleet.fill_standbys()
+
+    async def _change(self, command: Command, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 - the edge: every error of a command becomes a Failed event
+            await self._report_failure(command, error)
+
+    async def _end_starts_of(self, grants: Sequence[Grant]) -> None:
+        """End the starts of these grants. What else they would have started is reported: only a new start brings it."""
+        for started, task in [each for each in self._starts.items() if set(each[0]) & set(grants)]:
+            await end_task(task)
+            if others := [grant for grant in started if grant not in grants]:
+                error = WorkerGone(f"the start with {', '.join(grant.gpu for grant in grants)} was ended")
+                await self.fail("start", error, grants=encode_grants(others))
+
+    def _note_engines(self) -> None:
+        """The engines at work have changed: assign anew, and show it."""
         if self._generation is not None:
             self._generation.changed.set()
             self._generation.note_change()
+
+    def _put_in_order(self, generation: GenerationState) -> None:
+        groups, progress = generation.groups, generation.progress
+        assert progress is not None, "only iterations have an order"
+        first_prompt, iteration = progress.first_prompt, groups.iteration
+        order = self._order.prompts(incarnation=self.incarnation, iteration=iteration, first_prompt=first_prompt)
+        groups.order(order)
 
     def _new_progress(
         self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates
@@ -129,7 +230,7 @@ class RolloutLead(Lead):
         rows = ((prompt, exercises.row(prompt)) for prompt in candidates.possible)
         hints = {prompt: self._mean_tokens[row] for prompt, row in rows if row in self._mean_tokens}
         max_running = self.job.config.rollout.max_running_requests
-        for slot in self._engines.values():
+        for slot in self._fleet.slots.values():
             slot.progress.begin()
         return IterationProgress(plan.first_prompt, plan.group_size, max_running, hints)
 
@@ -137,19 +238,16 @@ class RolloutLead(Lead):
     async def _pictures(self, generation: GenerationState, candidates: Candidates) -> AsyncIterator[None]:
         assert generation.progress is not None, "an iteration has progress to show"
         engines = partial(self._engines_of, generation)
-        picture = GenerationPicture(self.crew, engines, generation.groups, candidates, generation.progress)
+        picture = GenerationPicture(
+            self.crew, engines, generation.groups, candidates, generation.progress, generation.partials
+        )
         pictures = Pictures(picture.paint, self.publish, self.pace)
         generation.note_change = pictures.note_change
         async with pictures.updates():
             yield
 
     def _engines_of(self, generation: GenerationState) -> list[tuple[Grant, EngineProgress]]:
-        return [(slot.grant, slot.progress) for slot in self._ready(generation)]
-
-    def _ready(self, generation: GenerationState) -> list[EngineSlot]:
-        """The engines that hold the version."""
-        slots = [self._engines[grant.gpu] for grant in self.crew.members if grant.gpu in self._engines]
-        return [slot for slot in slots if slot.version == generation.version]
+        return [(slot.grant, slot.progress) for slot in self._fleet.at_work(generation.version)]
 
     async def _opened_exercises(self) -> Exercises:
         if self._exercises is None:
@@ -173,20 +271,29 @@ class RolloutLead(Lead):
             await asyncio.gather(*generation.calls, return_exceptions=True)
 
     def _assign(self, generation: GenerationState) -> None:
-        """Assign requests to every engine that holds the version, the emptiest first."""
+        """Assign requests to the engines that hold the version, as `seating` chooses them."""
+        if not generation.groups.num_waiting:
+            return
         capacity = int(self.job.config.rollout.max_running_requests * _QUEUED_AHEAD)
-        ready = self._ready(generation)
-        share = -(-(generation.groups.num_waiting + sum(slot.num_held for slot in ready)) // max(len(ready), 1))
-        for slot in sorted(ready, key=lambda slot: (slot.num_held, slot.grant)):
-            taken = generation.groups.take(max(0, min(capacity, share) - slot.num_held))
-            if taken:
-                slot.progress.held.update(taken)
-                call = asyncio.create_task(self._run_on(slot, taken, generation), name=f"generate {slot.grant.gpu}")
-                generation.calls.add(call)
+        free = [slot for slot in self._fleet.at_work(generation.version) if slot.num_held < capacity]
+        demand, num_tokens = generation.demands(), generation.partials.num_tokens
+        rooms = [slot.room(demand, capacity=capacity) for slot in free]
+        taken = generation.groups.take(sum(room.num_places for room in rooms))
+        chosen: defaultdict[int, list[SampleId]] = defaultdict(list)
+        for sample, seat in zip(taken, seats(rooms, [demand(each, num_tokens(each)) for each in taken]), strict=True):
+            chosen[seat].append(sample)
+        for seat, samples in chosen.items():
+            slot = free[seat]
+            for sample in samples:
+                slot.progress.take(sample, num_brought=num_tokens(sample))
+            call = asyncio.create_task(self._run_on(slot, samples, generation), name=f"generate {slot.grant.gpu}")
+            generation.calls.add(call)
+            slot.calls.add(call)
+            call.add_done_callback(slot.calls.discard)
 
     async def _run_on(self, slot: EngineSlot, samples: Sequence[SampleId], generation: GenerationState) -> None:
         remaining = set(samples)
-        requests = [generation.request(sample) for sample in samples]
+        requests = [generation.to_send(sample) for sample in samples]
         try:
             call = wire.WorkerCall(generate=wire.Generate(requests=requests))
             async for reply in self.crew.stream(slot.grant, call):
@@ -196,20 +303,40 @@ class RolloutLead(Lead):
                 self._take_in(sample, reply.generated.sample, generation)
                 generation.changed.set()
         except WorkerGone as error:
-            self._log.warning("engine lost", gpu=slot.grant.gpu, num_requests=len(remaining), error=str(error))
-            if self._engines.get(slot.grant.gpu) is slot:
-                del self._engines[slot.grant.gpu]
-                generation.note_change()
+            self._note_loss(slot, remaining, generation, error)
             await self.report_unreachable(error)
         finally:
             slot.progress.held.difference_update(remaining)
             generation.groups.give_back(remaining)
             generation.changed.set()
 
+    def _note_loss(
+        self, slot: EngineSlot, remaining: Collection[SampleId], generation: GenerationState, error: WorkerGone
+    ) -> None:
+        """What moved before goes on from where it was handed over last. The rest is generated again."""
+        kept = [num for sample in remaining if (num := generation.partials.num_tokens(sample))]
+        self._log.warning(
+            "engine lost",
+            gpu=slot.grant.gpu,
+            num_requests=len(remaining),
+            num_continued=len(kept),
+            num_kept_tokens=sum(kept),
+            num_generated_again=len(remaining) - len(kept),
+            error=str(error),
+        )
+        if self._fleet.slots.get(slot.grant.gpu) is slot:
+            del self._fleet.slots[slot.grant.gpu]
+            generation.note_change()
+
     def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: GenerationState) -> None:
+        response.finish = finish_of(
+            response, max_new_tokens=generation.max_new_tokens, end_ids=self.job.tokenizer.end_ids
+        )
         if response.finish == samples_pb2.FINISH_REASON_ABORT:
+            generation.partials.keep(sample, response)
             generation.groups.give_back([sample])
             return
+        generation.partials.end(sample)
         generation.num_tokens += len(response.response_tokens)
         if generation.progress is not None and generation.groups.is_assigned(sample):
             is_cut = response.finish == samples_pb2.FINISH_REASON_LENGTH
@@ -264,6 +391,8 @@ class RolloutLead(Lead):
         candidates = failures.candidates
         generation.groups.extend(_note_published(stored, candidates))
         figures = {"num_tokens": float(generation.num_tokens)}
+        if num_moves := generation.partials.num_moves:
+            figures |= {"num_moves": float(num_moves), "num_moved_tokens": float(generation.partials.num_moved_tokens)}
         if num_failed := failures.add(stored):
             figures["num_failed_rewards"] = float(num_failed)
         await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)

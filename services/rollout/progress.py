@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.codec import decode_sample_id
@@ -28,9 +28,12 @@ QUEUED, AWAY, ENDED, CUT = -1, -2, -3, -4
 
 @dataclass(slots=True)
 class EngineProgress:
-    """The progress of one engine. `held`: its assigned samples. `lengths`: their tokens at the last look."""
+    """The progress of one engine. `held`: its assigned samples. `lengths`: their tokens at the last look.
+
+    `brought`: the tokens that other engines made of them. They do not count in the rate."""
 
     held: set[SampleId] = field(default_factory=set)
+    brought: dict[SampleId, int] = field(default_factory=dict)
     lengths: dict[SampleId, int] = field(default_factory=dict)
     num_waiting: int = 0
     num_kv_tokens: int = 0
@@ -44,11 +47,17 @@ class EngineProgress:
         """Begin an iteration. The idle time before it must not lower the rate."""
         self.rate_tokens_per_s, self._last_s = 0.0, None
 
+    def take(self, sample: SampleId, *, num_brought: int = 0) -> None:
+        """Note that the engine gets a sample that has so many tokens already."""
+        self.held.add(sample)
+        if num_brought:
+            self.brought[sample] = num_brought
+
     def end(self, sample: SampleId, num_tokens: int) -> None:
         """Note that a sample came out with `num_tokens` tokens, finished or not."""
         self.held.discard(sample)
         self.lengths.pop(sample, None)
-        self._num_ended_tokens += num_tokens
+        self._num_ended_tokens += num_tokens - self.brought.pop(sample, 0)
 
     def see(self, load: wire.EngineLoad, now_s: float) -> None:
         """Note a look at the engine. The rate covers the time since the last look in this iteration; 0 at the first."""
@@ -59,7 +68,8 @@ class EngineProgress:
         self.lengths = {sample: length for sample, length in lengths.items() if sample in self.held}
         self.num_waiting = load.num_waiting
         self.num_kv_tokens, self.kv_capacity_tokens = load.num_used_tokens, load.num_capacity_tokens
-        num_tokens = self._num_ended_tokens + sum(self.lengths.values())
+        own = (length - self.brought.get(sample, 0) for sample, length in self.lengths.items())
+        num_tokens = self._num_ended_tokens + sum(own)
         if self._last_s is not None and now_s > self._last_s:
             made = max(0, num_tokens - self._last_num_tokens)
             self.rate_tokens_per_s = _present_tokens(grown, load.num_running, made) / (now_s - self._last_s)
@@ -99,9 +109,27 @@ class IterationProgress:
     max_running: int
     hints: dict[int, float] = field(default_factory=dict)
     _ended: dict[SampleId, tuple[int, bool]] = field(default_factory=dict)
+    _ended_of: dict[int, list[int]] = field(default_factory=dict)
+    """The lengths of the ended responses, by prompt."""
 
     def end(self, sample: SampleId, num_tokens: int, *, is_cut: bool) -> None:
         self._ended[sample] = (num_tokens, is_cut)
+        self._ended_of.setdefault(sample.prompt, []).append(num_tokens)
+
+    def expected_tokens(self) -> Callable[[int], float | None]:
+        """The expected length of a response, by prompt: the mean of its ended draws, else the hint, else the mean of
+        the ended responses or of all hints. None: nothing is known."""
+        mean: float | None = None
+        if self._ended:
+            mean = sum(length for length, _ in self._ended.values()) / len(self._ended)
+        elif self.hints:
+            mean = sum(self.hints.values()) / len(self.hints)
+
+        def expected(prompt: int) -> float | None:
+            of_prompt = self._ended_of.get(prompt)
+            return sum(of_prompt) / len(of_prompt) if of_prompt else self.hints.get(prompt, mean)
+
+        return expected
 
     def picture(
         self,
@@ -109,11 +137,12 @@ class IterationProgress:
         engines: Sequence[tuple[GpuId, EngineProgress]],
         waiting: Sequence[SampleId],
         complete: Collection[int],
+        num_kept: Callable[[SampleId], int] = lambda _: 0,
     ) -> events_pb2.Generation:
         """The picture.
 
         `prompts` are the known candidates, and `complete` those with a complete group. `waiting` are the queued
-        samples, the next one first."""
+        samples, the next one first. `num_kept` are the tokens that a sample keeps while it is on no engine."""
         shown = [(gpu, engine) for gpu, engine in engines if engine.kv_capacity_tokens > 0]
         mean = self._mean_ended()
         is_complete = [prompt in complete for prompt in prompts for _ in range(self.group_size)]
@@ -124,10 +153,10 @@ class IterationProgress:
         for number, (_, engine) in enumerate(shown):
             for sample in engine.held:
                 places[self._index(sample)] = number
-                lengths[self._index(sample)] = engine.lengths.get(sample, 0)
+                lengths[self._index(sample)] = engine.lengths.get(sample, num_kept(sample))
         queue = [self._index(sample) for sample in waiting]
-        for index in queue:
-            places[index] = QUEUED
+        for sample, index in zip(waiting, queue, strict=True):
+            places[index], lengths[index] = QUEUED, num_kept(sample)
         return events_pb2.Generation(
             engines=[engine.message(gpu, max_running=self.max_running) for gpu, engine in shown],
             group_size=self.group_size,

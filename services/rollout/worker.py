@@ -11,8 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from services.rollout.engine import (
     Engine,
@@ -22,9 +25,11 @@ from services.rollout.engine import (
     GenerationRequest,
     RequestId,
     RequestRefused,
+    Response,
     SamplingParams,
+    VersionSpan,
 )
-from services.rollout.engines import start_engine
+from services.rollout.engines import WARM_ASLEEP, start_engine
 from tidegate.codec import decode_sample_id, encode_sample_id
 from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
@@ -50,12 +55,15 @@ _STEP_WAIT_S = 0.01
 class EngineWorker:
     """Handles the calls and makes the steps of one engine on `gpu`."""
 
-    def __init__(self, gpu: GpuId, *, on_counts: OnCounts = uncounted) -> None:
+    def __init__(self, gpu: GpuId, *, on_counts: OnCounts = uncounted, step_wait_s: float = _STEP_WAIT_S) -> None:
         """`on_counts` takes the counts of steps under a pace."""
         self._gpu = gpu
         self._on_counts = on_counts
+        self._step_wait_s = step_wait_s
         self._job: Job | None = None
         self._engine: Engine | None = None
+        self._name = ""
+        self._is_asleep = False
         self._call_of: dict[RequestId, int] = {}
         self._num_open: dict[int, int] = {}
 
@@ -66,7 +74,7 @@ class EngineWorker:
     def step(self) -> Iterator[Answer]:
         """Make a few tokens of every running sequence."""
         _, engine = self._started()
-        return self._answers(engine.poll(wait_s=_STEP_WAIT_S))
+        return self._answers(engine.poll(wait_s=self._step_wait_s))
 
     def close(self) -> None:
         if self._engine is not None:
@@ -92,17 +100,35 @@ class EngineWorker:
                 )
 
     def _start(self, call: wire.WorkerCall) -> Answer:
-        if self._engine is not None:
+        """Build the engine, or wake it. One that is to stand by is built without memory, or put to sleep."""
+        stands_by = call.start_engine.stands_by
+        if self._engine is not None and not stands_by and not self._is_asleep:
             raise CallRefused("the engine is started already")
+        if stands_by and self._call_of:
+            raise CallRefused(f"{len(self._call_of)} requests are in the engine: abort them before it stands by")
         self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
+        memory_bytes = None
         try:
-            pacer = Pacer.of(self._job.config.cluster, self._on_counts)
-            started = start_engine(self._job, self._gpu, pacer)
+            if self._engine is None and not (stands_by and self._job.config.rollout.engine not in WARM_ASLEEP):
+                pacer = Pacer.of(self._job.config.cluster, self._on_counts)
+                started = start_engine(self._job, self._gpu, pacer)
+                self._engine, self._name, memory_bytes = (
+                    started.engine,
+                    started.engine.features.name,
+                    started.memory_bytes,
+                )
+            if self._engine is not None and stands_by:
+                self._engine.sleep()
+            elif self._engine is not None:
+                self._engine.wake()
         except EngineFailed as error:
             # Refuse the call, so that the lead ends the job. Send only the first line: it names the log with the rest.
             raise CallRefused(str(error).partition("\n")[0]) from error
-        self._engine = started.engine
-        return Answer(call.call_id, wire.Started(memory_bytes=started.memory_bytes, detail=self._engine.features.name))
+        self._is_asleep = stands_by
+        if stands_by or memory_bytes is None:
+            memory = psutil.Process().memory_info()
+            memory_bytes = memory.rss - memory.shared
+        return Answer(call.call_id, wire.Started(memory_bytes=memory_bytes, detail=self._name))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
         job, engine = self._started()
@@ -180,7 +206,26 @@ def _request(identity: RequestId, request: wire.GenerationRequest, job: Job) -> 
         seed=request.seed,
         stop_token_ids=() if length else job.tokenizer.end_ids,
     )
-    return GenerationRequest(id=identity, prompt_tokens=tuple(request.prompt_tokens), sampling=sampling)
+    partial = _response(identity, request.partial)
+    return GenerationRequest(
+        id=identity, prompt_tokens=tuple(request.prompt_tokens), sampling=sampling, partial=partial
+    )
+
+
+def _response(identity: RequestId, sample: samples_pb2.Sample) -> Response:
+    """What another engine made. Raises RequestRefused where tokens, log-probabilities and versions do not agree."""
+    ends = list(itertools.accumulate((run.num_tokens for run in sample.versions), initial=0))
+    try:
+        return Response(
+            tokens=tuple(sample.response_tokens),
+            log_probs=tuple(sample.engine_log_probs),
+            versions=tuple(
+                VersionSpan(run.version, start, end)
+                for run, (start, end) in zip(sample.versions, itertools.pairwise(ends), strict=True)
+            ),
+        )
+    except ValueError as error:
+        raise RequestRefused(f"request {identity}: its partial cannot be continued: {error}") from error
 
 
 def _sample(generation: Generation) -> samples_pb2.Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import pairwise
@@ -112,6 +113,21 @@ async def test_a_worker_that_stands_by_takes_a_gpu_and_gives_it_back_as_the_same
         assert (await port.workers(JOB), node.gate.is_held(held.gpu)) == ((STANDING_BY,), False)
     await port.stop_workers(JOB, "t3", [STANDING_BY])
     assert (await port.workers(JOB), node.deaths.empty()) == ((), True)
+
+
+async def test_a_worker_that_stands_by_owns_no_time_of_the_slot(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [STANDING_BY])
+    await replies(port, STANDING_BY, about("pid"))
+    assert not node.timeline.exists() or node.timeline.read_text() == ""
+    before_ns = time.monotonic_ns()
+    await port.start_workers(JOB, "t2", [grant()])
+    await replies(port, grant(), about("pid"))
+    await port.stand_down(JOB, [grant()])
+    after_ns = time.monotonic_ns()
+    await replies(port, STANDING_BY, about("pid"))
+    spans = [json.loads(line) for line in node.timeline.read_text().splitlines()]
+    assert spans
+    assert all(before_ns <= span["start_ns"] < span["end_ns"] <= after_ns for span in spans)
 
 
 async def test_a_worker_that_was_started_with_a_gpu_may_stand_by(port: Port, node: Node) -> None:

@@ -90,7 +90,8 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
     async def OrderGroups(
         self, request: commands_pb2.OrderGroupsRequest, context: Context
     ) -> commands_pb2.OrderGroupsResponse:
-        raise _not_yet("OrderGroups")
+        require(request, "groups")
+        return commands_pb2.OrderGroupsResponse(result=await self._accept_once(request))
 
     async def _accept_once(self, command: Command) -> commands_pb2.CommandResult:
         header = command.header

@@ -274,8 +274,16 @@ class Crew:
                 )
 
     async def fetch(self, snapshot: types_pb2.Snapshot, node: NodeId) -> str:
-        """Brings a version to one node. Returns the folder that has its files there."""
-        return await self._on(node).fetch_snapshot(snapshot)
+        """Brings a version to one node. Returns the folder that has its files there.
+
+        An instance serves what its node has, so each of this component is another source: the writer's may be gone."""
+        asked = types_pb2.Snapshot()
+        asked.CopyFrom(snapshot)
+        for shard in asked.shards:
+            nodes = [each for each in (NodeId(shard.node), *self._endpoints) if each != node]
+            others = [self._endpoints[each] for each in dict.fromkeys(nodes) if each in self._endpoints]
+            shard.other_endpoints[:] = others
+        return await self._on(node).fetch_snapshot(asked)
 
     async def drop_snapshots(self, *, before_version: int, keep: Sequence[int]) -> None:
         """Frees older versions on all nodes. A node that cannot be reached frees them at its next start."""

@@ -48,6 +48,7 @@ Command: TypeAlias = (
     | commands_pb2.HoldTrainingRequest
     | commands_pb2.SuspendRequest
     | commands_pb2.ResumeRequest
+    | commands_pb2.OrderGroupsRequest
 )
 Work: TypeAlias = types_pb2.IterationPlan | types_pb2.EvaluationPlan
 """The work that a lead does beside its commands, until it is done, closed or superseded."""
@@ -100,6 +101,8 @@ class Lead(ABC):
     """Whether it can generate responses for an evaluation."""
     can_hold = False
     """Whether it trains, and can stop to begin minibatches."""
+    can_order = False
+    """Whether it works on groups in an order that it is given."""
 
     def __init__(self, tools: LeadTools) -> None:
         self.tools = tools
@@ -139,6 +142,8 @@ class Lead(ABC):
             raise CommandRefused(
                 f"command {header.id}: only an actor is suspended with its state; stop and start the others"
             )
+        if isinstance(command, commands_pb2.OrderGroupsRequest) and not self.can_order:
+            raise CommandRefused(f"command {header.id}: only a rollout orders its groups; send it to that")
         if header.incarnation < self.incarnation:
             raise CommandRefused(
                 f"command {header.id} is of incarnation {header.incarnation}, the component is at {self.incarnation}"
@@ -266,17 +271,25 @@ class Lead(ABC):
         """Continues with the state that `suspend` kept."""
         raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
 
+    async def order_groups(self, request: commands_pb2.OrderGroupsRequest) -> None:
+        """Takes the order of the groups of an iteration, for a component that `can_order`."""
+        raise AssertionError(f"{type(self).__name__} took a command that it refuses: {request.header.id}")
+
     async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:
-        """Stops the workers on these GPUs and publishes `GpusReleased`."""
+        """Lets go of these GPUs and publishes `GpusReleased`."""
         grants = decode_grants(request.grants)
         transition = request.header.transition_id
-        held_bytes = await self.crew.stop(grants, transition=transition)
+        held_bytes = await self.let_go(grants, transition=transition)
         released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held_bytes)
         await self.publish(released, transition=transition, grants=grants)
         if request.members:
             layout = encode_layout(decode_layout(request.layout))
             committed = events_pb2.LayoutCommitted(layout=layout, grants=request.members)
             await self.publish(committed, transition=transition)
+
+    async def let_go(self, grants: Sequence[Grant], *, transition: str) -> int:
+        """Ends the workers on these GPUs. Returns the bytes of device memory still in use."""
+        return await self.crew.stop(grants, transition=transition)
 
     async def supersede(self) -> None:  # noqa: B027 - the default is to have nothing to end
         """Ends the earlier work of the workers, because a newer incarnation or a new lead begins."""
@@ -355,6 +368,8 @@ class Lead(ABC):
                 await self._open(command.plan)
             case commands_pb2.HoldTrainingRequest():
                 self.hold_training(command)
+            case commands_pb2.OrderGroupsRequest():
+                await self.order_groups(command)
 
     async def begin(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Starts work beside further commands, such as the end of the component. An iteration waits for it."""

@@ -6,6 +6,7 @@ Invariants:
 - Every call ends: by its last reply, by its deadline, or by `WorkerGone`.
   [test_instance_port: call_past_its_deadline]
 - No reply reaches two calls. [test_instance_port: calls_to_one_worker_do_not_mix]
+- Spans of the time in which a worker stands by are nobody's. [test_instance_port: owns_no_time_of_the_slot]
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import itertools
 import signal
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -41,6 +43,8 @@ class LocalWorker:
     ) -> None:
         """`holds` is the service's end of the socket in whose queue the worker's lock lies."""
         self.grant = grant
+        self._held_since_ns = 0
+        """When a worker that stood by took the GPU, on the clock of its spans."""
         self._holds = holds
         self.process = process
         self.ends_quietly = True
@@ -95,7 +99,7 @@ class LocalWorker:
     def take_gpu(self, hold: GateHold) -> None:
         """Hands the hold to the worker: the GPU is the worker's now."""
         hand_over(hold, self._holds)
-        self.grant = hold.grant
+        self.grant, self._held_since_ns = hold.grant, time.monotonic_ns()
 
     async def stand_down(self, *, timeout_s: float) -> None:
         """The worker frees its gate and lives on. WorkerRefused, WorkerGone or TimeoutError."""
@@ -175,12 +179,21 @@ class LocalWorker:
         try:
             while True:
                 reply = await self._channel.receive()
-                if reply.spans:
-                    self._on_spans(self.grant, reply.spans)
+                if spans := self._own(reply.spans):
+                    self._on_spans(self.grant, spans)
                 if (replies := self._open.get(reply.call_id)) is not None:
                     replies.put_nowait(reply)
         except ChannelClosed:
             return
+
+    def _own(self, spans: Sequence[wire.Span]) -> list[wire.Span]:
+        """The spans of the time in which the worker has the GPU."""
+        if self.grant.stands_by:
+            return []
+        own = [span for span in spans if span.end_ns > self._held_since_ns]
+        if own and own[0].start_ns < self._held_since_ns:
+            own[0].start_ns = self._held_since_ns
+        return own
 
     def _gone(self) -> WorkerGone:
         return WorkerGone(

@@ -7,6 +7,8 @@ Invariants:
 - No name from outside leads out of the root. [test_snapshots: names_that_are_no_plain_file_names]
 - A snapshot is refused when its writer's tokens are older than those of an earlier version (`SnapshotTokens`). So a
   superseded actor cannot slip its weights in. [test_snapshots: superseded_writer_is_refused]
+- A file that its writer's instance no longer serves comes from any other node that has it.
+  [test_snapshots: from_another_node_that_has_it]
 - Any number of callers that ask for one snapshot share one transfer. [test_snapshots: a_snapshot_is_fetched]
 """
 
@@ -166,17 +168,35 @@ class SnapshotStore:
             return 0
         fetched_bytes = 0
         if not path.exists():
-            if shard.node == self._node:
-                raise SnapshotUnavailable(
-                    f"{shard.file} of version {snapshot.version} was written on this node ({self._node}) and is gone "
-                    f"from {folder}: it was dropped, or the host's memory was lost"
-                )
-            fetched_bytes = await self._transfer(snapshot, shard, path, timeout_s=timeout_s)
+            fetched_bytes = await self._from_any(snapshot, shard, path, timeout_s=timeout_s)
         else:
             found = (path.stat().st_size, await asyncio.to_thread(file_checksum, path))
             _check_content(shard, found, where=str(path))
         self._verified.add((path, shard.checksum))
         return fetched_bytes
+
+    async def _from_any(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, path: Path, *, timeout_s: float
+    ) -> int:
+        """Ask the writer's instance first, then the others. Raises the first failure: the others only may have it."""
+        first: Exception | None = None
+        if shard.node == self._node:
+            first = SnapshotUnavailable(
+                f"{shard.file} of version {snapshot.version} was written on this node ({self._node}) and is gone "
+                f"from {path.parent}: it was dropped, or the host's memory was lost"
+            )
+        own = [] if shard.node == self._node else [shard.endpoint]
+        for endpoint in dict.fromkeys((*own, *shard.other_endpoints)):
+            asked = types_pb2.SnapshotShard()
+            asked.CopyFrom(shard)
+            asked.endpoint = endpoint
+            try:
+                return await self._transfer(snapshot, asked, path, timeout_s=timeout_s)
+            # The next one may have it. A writer that lost its GPU is refused everywhere, so that error is raised.
+            except (SnapshotUnavailable, ConnectionError) as error:
+                first = first or error
+        assert first is not None, "a shard of another node has an endpoint"
+        raise first
 
     async def _transfer(
         self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, path: Path, *, timeout_s: float

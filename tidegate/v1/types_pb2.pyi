@@ -236,6 +236,7 @@ class SnapshotShard(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    OTHER_ENDPOINTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     endpoint: _builtins.str
     """gRPC address of the actor instance that serves the file to other nodes."""
@@ -243,6 +244,10 @@ class SnapshotShard(_message.Message):
     """File name inside the snapshot's folder, never a path."""
     size_bytes: _builtins.int
     checksum: _builtins.str
+    @_builtins.property
+    def other_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where else the file may be, in the order in which to ask. The reader's lead fills it."""
+
     def __init__(
         self,
         *,
@@ -251,10 +256,11 @@ class SnapshotShard(_message.Message):
         file: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         checksum: _builtins.str = ...,
+        other_endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "endpoint", b"endpoint", "file", b"file", "node", b"node", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "endpoint", b"endpoint", "file", b"file", "node", b"node", "other_endpoints", b"other_endpoints", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

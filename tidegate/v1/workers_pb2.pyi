@@ -1000,15 +1000,21 @@ class StartEngine(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    STANDS_BY_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
+    stands_by: _builtins.bool
+    """Build the engine without the memory that it needs at work, or free that memory: the worker stands by. Without it,
+    an engine that stood by gets its memory back.
+    """
     def __init__(
         self,
         *,
         config_json: _builtins.str = ...,
+        stands_by: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "stands_by", b"stands_by"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1022,6 +1028,7 @@ class GenerationRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     @_builtins.property
     def id(self) -> _types_pb2.SampleId: ...
@@ -1031,6 +1038,10 @@ class GenerationRequest(_message.Message):
     def sampling(self) -> Global___Sampling:
         """Absent: sample as the job samples its training data."""
 
+    @_builtins.property
+    def partial(self) -> _samples_pb2.Sample:
+        """What another engine made of this response; it is continued. Absent: nothing yet."""
+
     def __init__(
         self,
         *,
@@ -1038,10 +1049,11 @@ class GenerationRequest(_message.Message):
         prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
+        partial: _samples_pb2.Sample | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "partial", b"partial", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "partial", b"partial", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

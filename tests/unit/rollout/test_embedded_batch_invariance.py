@@ -115,7 +115,31 @@ def test_a_prefill_longer_than_the_largest_row_count_is_cut_without_a_trace() ->
     assert in_batch == continued == alone(config, request)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 20, 58, 59])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
+def test_a_sequence_that_moves_at_any_token_is_the_one_that_never_moved(temperature: float) -> None:
+    """It moves once before its first token, once after, and so on, and meets other sequences on the other engine."""
+    request = request_of(sampling=SamplingParams(max_new_tokens=24, temperature=temperature, seed=5))
+    here, elsewhere = engine_of(max_running_requests=1), engine_of(max_running_requests=6)
+    want = alone(TINY, request)
+    for num_steps in range(24):
+        (partial,) = stopped_after(here, request, num_steps=num_steps)
+        assert len(partial.response.tokens) == num_steps
+        others = mixed_requests()[num_steps % 5 :][:4]
+        continued = run(elsewhere, *others, replace(request, partial=partial.response))["a"]
+        assert continued == want, f"moved after {num_steps} tokens"
+
+
+def test_a_sequence_that_moves_after_every_token_is_the_one_that_never_moved() -> None:
+    request = request_of(sampling=SamplingParams(max_new_tokens=24, seed=5))
+    engines = engine_of(max_running_requests=1), engine_of(max_running_requests=3)
+    partial = Response()
+    for num_steps in range(23):
+        (moved,) = stopped_after(engines[num_steps % 2], replace(request, partial=partial), num_steps=1)
+        partial = moved.response
+    assert run(engines[1], replace(request, partial=partial))["a"] == alone(TINY, request)
+
+
+@pytest.mark.parametrize("num_steps", [20, 58, 59])
 def test_a_sequence_aborted_and_continued_on_another_engine_is_the_one_that_was_never_interrupted(
     num_steps: int,
 ) -> None:

@@ -54,7 +54,18 @@ def test_a_late_answer_of_a_lost_engine_is_not_accepted() -> None:
     assert groups.num_waiting == 3
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "add", "lose"]), st.integers(0, 3)), max_size=40))
+def test_an_order_holds_for_waiting_and_given_back_samples_and_the_rest_comes_last() -> None:
+    groups: GroupsInProgress[str] = GroupsInProgress(incarnation=1, iteration=2, prompts=(7, 8, 9), group_size=1)
+    (held,) = groups.take(1)
+    groups.order([8, 7])
+    groups.extend([10])
+    groups.give_back([held])
+    assert [sample.prompt for sample in groups.waiting] == [8, 7, 9, 10]
+    groups.order(())
+    assert [sample.prompt for sample in groups.take(9)] == [7, 8, 9, 10]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "add", "lose", "order"]), st.integers(0, 3)), max_size=40))
 def test_every_history_ends_with_each_sample_once(steps: list[tuple[str, int]]) -> None:
     groups = _groups()
     running: list[SampleId] = []
@@ -68,6 +79,8 @@ def test_every_history_ends_with_each_sample_once(steps: list[tuple[str, int]]) 
     for step, number in steps:
         if step == "take":
             running.extend(groups.take(number))
+        elif step == "order":
+            groups.order([8, 7][:number])
         elif running and step == "add":
             add(running.pop(number % len(running)))
         elif running:

@@ -126,7 +126,9 @@ async def test_pictures_show_every_sequence_from_the_first_picture_to_the_last(t
     engines = Engines()
     engines.num_permits = {FIRST: 1, SECOND: 0}
     async with rollout(tmp_path, engines) as of:
-        give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
+        give(of, of.scale_up(weights=snapshot(0)))
+        await of.published("layout_committed")
+        give(of, of.open_iteration())
         await engine_at_work(of, engines, FIRST, num_made=1)
         for engine in (engines.of[FIRST], engines.of[SECOND]):
             for _ in range(len(all_ids(of))):
@@ -246,7 +248,7 @@ async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_p
     held: list[HeldPublishing] = []
 
     def wrap(samples: SampleStream, changes: Changes) -> SampleStream:
-        held.append(HeldPublishing(samples, changes, prompt=1))
+        held.append(HeldPublishing(samples, changes, prompt=2))
         return held[0]
 
     async with rollout(tmp_path, engines, wrap=wrap) as of:

@@ -169,14 +169,11 @@ async def test_a_component_that_does_not_train_refuses_to_hold(tmp_path: Path) -
         assert of.lead.diary == []
 
 
-@pytest.mark.parametrize("call", ["OrderGroups"])
-async def test_calls_that_this_release_does_not_support_are_unimplemented(tmp_path: Path, call: str) -> None:
+async def test_a_component_without_an_order_of_groups_refuses_one(tmp_path: Path) -> None:
     async with served(tmp_path) as of:
-        request = getattr(commands_pb2, f"{call}Request")(header=of.hosted.bench.header())
-        with pytest.raises(PeerRefused, match=f"{call} is only in the schema") as refused:
-            await getattr(of.stub, call)(request)
-        assert refused.value.status == "UNIMPLEMENTED"
-        assert "use scheduler.policy=static" in str(refused.value)
+        order = commands_pb2.OrderGroupsRequest(header=of.hosted.bench.header(), groups=[1, 0])
+        answer = (await of.stub.OrderGroups(order)).result
+        assert (answer.accepted, "only a rollout orders its groups" in answer.message) == (False, True)
         assert of.lead.diary == []
 
 

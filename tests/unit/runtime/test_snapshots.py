@@ -156,3 +156,44 @@ async def test_older_versions_are_dropped_except_those_to_keep(tmp_path: Path) -
     with pytest.raises(SnapshotUnavailable, match="dropped"):
         kept.file_to_serve(JOB, incarnation=1, version=1, file="rank-0", grants=[])
     assert (await kept.fetch(snapshot(FILES, version=1), timeout_s=5)).fetched_bytes == 34
+
+
+class Nodes(Elsewhere):
+    """Instances by endpoint. An instance that is not among them is gone."""
+
+    def __init__(self, files: Mapping[str, Mapping[str, bytes]]) -> None:
+        super().__init__({})
+        self.files_at = dict(files)
+        self.asked: list[str] = []
+
+    async def read(
+        self, snapshot: types_pb2.Snapshot, shard: types_pb2.SnapshotShard, *, timeout_s: float
+    ) -> AsyncIterator[bytes]:
+        self.asked.append(shard.endpoint)
+        if shard.endpoint not in self.files_at:
+            raise ConnectionRefusedError(f"no instance at {shard.endpoint}")
+        if shard.file not in self.files_at[shard.endpoint]:
+            raise SnapshotUnavailable(f"{shard.file} is not at {shard.endpoint}")
+        yield self.files_at[shard.endpoint][shard.file]
+
+
+async def test_a_file_comes_from_another_node_that_has_it_where_its_writer_is_gone(tmp_path: Path) -> None:
+    source = Nodes({"n2": {"rank-0": b"damaged weights.."}, "n3": {}, "n4": FILES})
+    wanted = snapshot(FILES)
+    for shard in wanted.shards:
+        shard.other_endpoints[:] = ["n2", "n3", "n4"]
+    fetched = await store(tmp_path, source).fetch(wanted, timeout_s=5)
+    assert {file.name: file.read_bytes() for file in fetched.folder.iterdir()} == FILES
+    assert source.asked == ["there", "n2", "n3", "n4"] * 2
+    del source.files_at["n4"]
+    with pytest.raises(ConnectionRefusedError, match="no instance at there"):
+        await store(tmp_path / "anew", source).fetch(wanted, timeout_s=5)
+
+
+async def test_a_file_of_this_node_that_is_gone_comes_from_another_node(tmp_path: Path) -> None:
+    source = Nodes({"n4": FILES})
+    wanted = snapshot(FILES, node=HERE)
+    for shard in wanted.shards:
+        shard.other_endpoints[:] = ["n4"]
+    assert (await store(tmp_path, source).fetch(wanted, timeout_s=5)).fetched_bytes == 34
+    assert source.asked == ["n4", "n4"]

@@ -64,7 +64,7 @@ def placement_faults(config: JobSections) -> list[str]:
             fault = _layout_fault(config, role, len(indices))
         faults += [fault] if fault else []
         holder = dict.fromkeys(indices, str(role)) | holder
-    return faults + _standby_faults(config, holder) + _shards_faults(config)
+    return faults + _standby_faults(config, holder) + _rollout_standby_faults(config) + _shards_faults(config)
 
 
 def _standby_faults(config: JobSections, holder: dict[int, str]) -> list[str]:
@@ -76,6 +76,17 @@ def _standby_faults(config: JobSections, holder: dict[int, str]) -> list[str]:
     faults = [f"actor.standby names a GPU twice: {text}"] if len(set(indices)) < len(indices) else []
     fault = list_fault("actor.standby", sorted(set(indices)), own="actor", num_gpus=num_gpus, holder=holder)
     return [*faults, fault] if fault else faults
+
+
+def _rollout_standby_faults(config: JobSections) -> list[str]:
+    """Other components may have these GPUs: an engine only stands by for them."""
+    text, num_gpus = config.rollout.standby, len(config.cluster.gpus())
+    try:
+        indices = gpu_indices(text) if text else []
+    except ValueError as error:
+        return [f"rollout.standby: {error}"]
+    fault = list_fault("rollout.standby", indices, own="rollout", num_gpus=num_gpus, holder={})
+    return [fault] if fault else []
 
 
 def _shards_faults(config: JobSections) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tidegate.config.base import Positive, Section
+from tidegate.config.base import GpuList, Positive, Section
 from tidegate.config.engines.embedded import Embedded
 from tidegate.config.engines.kind import EngineKind
 from tidegate.config.engines.length_law import LengthLawSection
@@ -21,6 +21,12 @@ class RolloutSection(Section):
     max_running_requests: Positive = 32
     num_reward_workers: Positive = 2
     """Processes that compute the rewards of `data`. A built-in task needs none."""
+    standby: GpuList = ""
+    """GPUs that the rollout may get besides those of its placement, in the notation of the placement. A policy that
+    moves GPUs may give it any GPU of the job; then this may stay empty."""
+    standby_memory_mib: Positive = 2048
+    """The memory limit of a process that stands by on a slot for the rollout. A process that takes more is ended, and
+    its slot starts cold."""
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SglangSection = SglangSection()
     length_law: LengthLawSection | None = None

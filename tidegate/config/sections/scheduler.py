@@ -73,6 +73,11 @@ class SchedulerSection(Section):
     dynarl: DynaRLSection = DynaRLSection()
     tide: TideSection = TideSection()
 
+    @property
+    def moves_gpus(self) -> bool:
+        """Whether the policy may give a GPU of one component to another."""
+        return self.policy != "static" or self.static.collocated
+
 
 POLICIES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 """The names that `scheduler.policy` can have."""
@@ -80,7 +85,7 @@ POLICIES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].ann
 
 def moving_fault(section: SchedulerSection) -> str | None:
     """The fault of a job that starts with this section. None: it can start."""
-    if section.policy == "static" and not section.static.collocated:
+    if not section.moves_gpus:
         return None
     key, remedy = f"scheduler.policy={section.policy}", "scheduler.policy to static"
     if section.policy == "static":
