@@ -152,14 +152,14 @@ class Fleet:
         """Free these GPUs. Returns the bytes of device memory still in use. Engines that were at work stand by where
         they may; without a transition none does, because something is wrong with it."""
         able = [grant for grant in grants if transition and self._leaving.get(grant) is not None]
-        outcomes = await asyncio.gather(*(self._stand_down(grant) for grant in able))
-        stood_down = {grant for grant, has in zip(able, outcomes, strict=True) if has}
-        held_bytes = 0
-        if rest := [grant for grant in grants if grant not in stood_down]:
-            held_bytes = await self._crew.stop(rest, transition=transition)
-        for grant in grants:
-            self._leaving.pop(grant, None)
-        return held_bytes
+        try:
+            outcomes = await asyncio.gather(*(self._stand_down(grant) for grant in able))
+            stood_down = {grant for grant, has in zip(able, outcomes, strict=True) if has}
+            rest = [grant for grant in grants if grant not in stood_down]
+            return await self._crew.stop(rest, transition=transition) if rest else 0
+        finally:
+            for grant in grants:
+                self._leaving.pop(grant, None)
 
     def fill_standbys(self) -> None:
         """Have a worker stand by on each slot that the rollout may get and does not have. One starts at a time."""

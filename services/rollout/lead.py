@@ -66,7 +66,8 @@ class RolloutLead(Lead):
         self._starts: dict[tuple[Grant, ...], asyncio.Task[None]] = {}
         """The starts at work, by the grants that come."""
         self._releases: set[asyncio.Task[None]] = set()
-        self._order = GroupOrder()
+        self._orders: dict[int, GroupOrder] = {}
+        """The last order of the open iteration, and of iterations that are still to open."""
         self._generation: GenerationState | None = None
         self._exercises: Exercises | None = None
         self._mean_tokens: dict[int, float] = {}
@@ -95,7 +96,8 @@ class RolloutLead(Lead):
             raise CommandRefused(f"command {header.id}: the order of iteration {command.iteration} {fault}")
 
     async def order_groups(self, request: commands_pb2.OrderGroupsRequest) -> None:
-        self._order = GroupOrder(request.header.incarnation, request.iteration, tuple(request.groups))
+        iteration = request.iteration
+        self._orders[iteration] = GroupOrder(request.header.incarnation, iteration, tuple(request.groups))
         if self._generation is not None and self._generation.progress is not None:
             self._put_in_order(self._generation)
 
@@ -147,6 +149,7 @@ class RolloutLead(Lead):
             settle=partial(self._publish, plan, exercises, await self._failures(plan, candidates)),
             progress=self._new_progress(plan, exercises, candidates),
         )
+        self._orders = {each: order for each, order in self._orders.items() if each >= plan.iteration}
         self._put_in_order(generation)
         async with self._pictures(generation, candidates):
             await self._generate(generation)
@@ -221,8 +224,8 @@ class RolloutLead(Lead):
         groups, progress = generation.groups, generation.progress
         assert progress is not None, "only iterations have an order"
         first_prompt, iteration = progress.first_prompt, groups.iteration
-        order = self._order.prompts(incarnation=self.incarnation, iteration=iteration, first_prompt=first_prompt)
-        groups.order(order)
+        order = self._orders.get(iteration, GroupOrder())
+        groups.order(order.prompts(incarnation=self.incarnation, iteration=iteration, first_prompt=first_prompt))
 
     def _new_progress(
         self, plan: types_pb2.IterationPlan, exercises: Exercises, candidates: Candidates

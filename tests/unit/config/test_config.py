@@ -60,6 +60,17 @@ def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
     assert config.layout(Role.ROLLOUT) == Layout(dp=2)
 
 
+def test_engines_stand_by_on_the_gpus_that_the_rollout_may_get() -> None:
+    raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
+    assert parse_config(raw).rollout_standby() == ()
+    raw["rollout"] = {"standby": "0,5"}
+    assert parse_config(raw).rollout_standby() == ("n0/0", "n0/2", "n1/0", "n1/2")
+    raw["scheduler"] = {"policy": "tide"}
+    raw["rollout"] = {}
+    raw["actor"]["standby"] = "6"
+    assert parse_config(raw).rollout_standby() == ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n1/3")
+
+
 def test_the_actor_may_get_standby_gpus_besides_those_of_its_placement() -> None:
     raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
     raw["actor"]["standby"] = "5-6"
@@ -203,6 +214,10 @@ WRONG = {
     "nodes of more GPUs than any cluster has": (
         _with("cluster.nodes", {"n0": 65_536, "n1": 1}),
         r"^cluster.nodes has 65,537 GPUs on 2 nodes, and a cluster at most 65,536: name fewer nodes, or fewer GPUs of",
+    ),
+    "a GPU that the rollout may get is in the cluster": (
+        _with("rollout.standby", "1,9"),
+        r"rollout.standby names GPU 9, the cluster has 5 \(0-4\)",
     ),
     "a GPU that the actor may get is of no other component": (
         _with("actor.standby", "1,4"),

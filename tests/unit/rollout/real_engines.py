@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from services.rollout.lead import RolloutLead
 from services.rollout.worker import EngineWorker
 from tests.component_bench import JOB, Bench, Changes, bench, replied
 from tidegate.checksums import combined_checksum
+from tidegate.elastic.plan.gpt import EMBEDDING, OUTPUT
 from tidegate.elastic.plan.holders import State
 from tidegate.elastic.plan.layout import Mesh, even_chunks
 from tidegate.elastic.plan.optimizers import StateKind
@@ -117,8 +118,8 @@ def real_rollout(tmp_path: Path, engines: RealEngines, **options: Any) -> Abstra
     return bench(tmp_path, Role.ROLLOUT, RolloutLead, engines.make, **options)
 
 
-def published_weights(of: RealBench, version: int) -> types_pb2.Snapshot:
-    """A version of random weights, in the host memory of both nodes."""
+def published_weights(of: RealBench, version: int, *, never: Sequence[int] = ()) -> types_pb2.Snapshot:
+    """A version of random weights, in the host memory of both nodes. They practically never draw the tokens `never`."""
     job = load_job(of.config)
     parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
     generator = torch.Generator().manual_seed(version)
@@ -127,6 +128,11 @@ def published_weights(of: RealBench, version: int) -> types_pb2.Snapshot:
         shape = parameter.shape
         scale = 0.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.1
         values = torch.randn(shape, generator=generator) * scale + (len(shape) == 1)
+        if never and parameter.name == EMBEDDING:
+            # One hidden unit is large in every position, and those tokens' logits fall with it.
+            values[:, 0] = 5.0
+        if never and parameter.name == OUTPUT:
+            values[list(never), 0] = -20.0
         tensors[parameter.name, StateKind.WEIGHT] = values.reshape(-1).contiguous()
     state = State(Mesh(Layout(), (0,), even_chunks(job.model.num_layers, pp=1)))
     shards = []

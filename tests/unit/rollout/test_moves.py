@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.scheduler.shell.codecs.observed_codec import generation_of
-from services.scheduler.state.observed import QUEUED
-from tests.component_bench import NODES
+from services.scheduler.state.observed import QUEUED, Generation
+from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.rollout.fake_engines import FIRST, SECOND
 from tests.unit.rollout.real_engines import RealBench, RealEngines, published_weights, real_rollout
 from tests.unit.rollout.test_lead import groups_on_stream
-from tidegate.codec import decode_sample_id, encode_grants
-from tidegate.types import Grant
+from tidegate.codec import decode_sample_id, encode_grants, encode_layout
+from tidegate.types import Grant, Layout
 from tidegate.v1 import commands_pb2, samples_pb2
 
 LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
@@ -24,8 +25,20 @@ LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
 
 def scale_down(of: RealBench, grants: Sequence[Grant], members: Sequence[Grant] = ()) -> commands_pb2.ScaleDownRequest:
     return commands_pb2.ScaleDownRequest(
-        header=of.header(transition="leave"), grants=encode_grants(grants), members=encode_grants(members)
+        header=of.header(transition="leave"),
+        grants=encode_grants(grants),
+        members=encode_grants(members),
+        layout=encode_layout(Layout(dp=len(members))) if members else None,
     )
+
+
+async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> Generation:
+    """The first picture of the iteration for which this holds."""
+    async with asyncio.timeout(PATIENCE_S), aclosing(of.bus.events.read(JOB, follow=True)) as events:
+        async for _, event in events:
+            if event.HasField("generation") and holds(picture := generation_of(event.generation)):
+                return picture
+    raise AssertionError("the stream ended")
 
 
 async def begin(of: RealBench, grants: Sequence[Grant] | None = None) -> None:
@@ -85,9 +98,8 @@ async def test_an_engine_that_leaves_hands_its_unfinished_responses_over_and_the
         lead = of.leads[-1]
         lead.take(scale_down(of, [first]))
         await of.published("gpus_released")
-        pictures = [generation_of(each.generation) for each in await of.published("generation", count=3)]
-        handed_over = pictures[-1]
-        assert (handed_over.engines, set(handed_over.places)) == ((), {QUEUED})
+        handed_over = await picture_where(of, lambda picture: not picture.engines and any(picture.lengths))
+        assert set(handed_over.places) == {QUEUED}
         assert sorted(handed_over.lengths) == [0, 0, 0, 0, 3, 3, 3, 3], "four ran, one waited, three had no engine"
 
         lead.take(of.scale_up([second], weights=published_weights(of, 0)))
@@ -109,15 +121,18 @@ async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_toke
         lead.take(of.scale_up([second], members=[first, second], weights=published_weights(of, 0)))
         await of.published("layout_committed", count=2)
         lead.take(scale_down(of, [first], [second]))
+        await of.published("gpus_released")
         await of.changes.until(lambda: engines.of[SECOND].is_waiting)
         again = Grant(first.gpu, replace(first.token, counter=9))
         engines.num_steps[FIRST] = 2
         lead.take(of.scale_up([again], members=[second, again], weights=published_weights(of, 0)))
         await of.published("layout_committed", count=4)
         lead.take(scale_down(of, [second], [again]))
+        await of.published("gpus_released", count=2)
         await of.changes.until(lambda: engines.of[FIRST].is_waiting)
         moved_twice = engines.sent(FIRST)
-        assert set(moved_twice.values()) == {7}
+        assert max(moved_twice.values()) == 7
+        assert min(moved_twice.values()) >= 4, "each moved with what it had at its first move, or more"
 
         of.instances[NODES[0]].kill(FIRST)
         engines.num_steps[FIRST] = 1_000_000
@@ -131,7 +146,7 @@ async def test_a_hand_over_in_an_evaluation_changes_no_answer(tmp_path: Path) ->
     reports = []
     for num_steps in (1_000_000, 4):
         engines = RealEngines(**{FIRST: num_steps})
-        section = {"every": 1, "num_prompts": 4, "samples_per_prompt": 2}
+        section = {"every": 1, "num_prompts": 4, "samples_per_prompt": 2, "temperature": 1.0}
         async with real_rollout(tmp_path / str(num_steps), engines, algorithm=LONG, evaluation=section) as of:
             first, second = of.grants()
             lead = of.new_lead()
