@@ -1,10 +1,10 @@
 """The actor's lead: forms minibatches of complete groups, requests updates, keeps the ledger, publishes the weights.
 
 A resize, a suspension or a resumption takes place between two portions, updates, saves or publishes. Groups that wait
-for their update stay held meanwhile. A rank's death interrupts a portion, an update, a save or a publish. The lead waits
-for the resize that replaces the rank. It then repeats the request to all ranks: an update under its id, a save into an
-empty folder, a publish of the same version. It does not repeat the warm-up: a new incarnation loses only the warm-up's
-steps.
+for their update stay held meanwhile. A rank's death interrupts a portion, an update, a save or a publish. The lead
+waits for the resize that replaces the rank. It then repeats the request to all ranks: an update under its id, a save
+into an empty folder, a publish of the same version. It does not repeat the warm-up: a new incarnation loses only the
+warm-up's steps.
 
 An update takes these steps:
 1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize or a death
@@ -87,7 +87,7 @@ class ActorLead(Lead):
         config = self.job.config
         self._world = ActorWorld(
             self.crew,
-            (*config.placement(Role.ACTOR), *config.standby()),
+            config.slots(Role.ACTOR),
             config_json=config.to_json(),
             timeout_s=config.runtime.collective_timeout_s,
             standby_bytes=config.actor.standby_memory_mib << 20,
@@ -214,7 +214,8 @@ class ActorLead(Lead):
         self._two_phase.note_start()
         self._suspension.note_start()
         if self.crew.standbys:
-            num_standbys, num_slots = len(self.crew.standbys), len(self.job.config.standby())
+            num_standbys = len(self.crew.standbys)
+            num_slots = len(self.job.config.slots(Role.ACTOR)) - len(members)
             await self.report_progress("stand_by", num_standbys, num_slots, memory_bytes_max=standby_bytes)
         self._ledger = checkpoint.ledger.resumed(self.incarnation) if checkpoint else SampleLedger(self.incarnation)
         next_iteration = checkpoint.next_iteration if checkpoint else 0

@@ -147,7 +147,7 @@ class TrainerWorker:
     def _make_trainer(self, job: Job, world: World) -> str:
         """Make the trainer. Returns the reason for where it keeps its state."""
         config, node = job.config, node_of(self._channel.grant.gpu)
-        slots = [gpu for gpu in (*config.placement(Role.ACTOR), *config.standby()) if node_of(gpu) == node]
+        slots = [gpu for gpu in config.slots(Role.ACTOR) if node_of(gpu) == node]
         parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
         num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
         choice = arena_folder.choose(

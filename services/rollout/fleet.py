@@ -31,7 +31,7 @@ from tidegate.codec import decode_grants
 from tidegate.config.job_config import JobConfig
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerRefused
-from tidegate.types import NO_TOKEN, GpuId, Grant
+from tidegate.types import NO_TOKEN, GpuId, Grant, Role
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -50,7 +50,8 @@ class Fleet:
         """The engines at work, by GPU."""
         self._crew = crew
         self._config_json = config.to_json()
-        self._standby_slots = config.rollout_standby()
+        slots = config.slots(Role.ROLLOUT)
+        self._standby_slots = slots if len(slots) > len(config.placement(Role.ROLLOUT)) else ()
         self._standby_bytes = config.rollout.standby_memory_mib << 20
         self._incarnation = incarnation
         self._wanted: types_pb2.Snapshot | None = None

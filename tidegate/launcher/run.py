@@ -32,7 +32,6 @@ from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import lr_summary
 from tidegate.config.sections.job import ServersSection
 from tidegate.config.sections.record import tracking_faults
-from tidegate.config.sections.scheduler import moving_fault
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
 from tidegate.launcher.claim import (
@@ -112,8 +111,6 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
 
 
 async def _checked(request: RunRequest) -> Job:
-    if fault := moving_fault(request.config.scheduler):
-        raise ConfigError(fault)
     if fault := budget_fault(request.config.cluster, num_cores=num_cores()):
         raise ConfigError(fault)
     if fault := cuda_fault(request.config.cluster):

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import grpc
 
 from tidegate.codec import require
-from tidegate.ports.rpc import NotSupported
 from tidegate.ports.store import CommandLog
 from tidegate.runtime.host import ComponentHost
 from tidegate.runtime.lead import Command, CommandRefused
@@ -111,10 +110,6 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         await self._log.remember(self._job, CommandId(header.id), accepted.SerializeToString())
         lead.take(command)
         return accepted
-
-
-def _not_yet(call: str) -> NotSupported:
-    return NotSupported(f"{call} is only in the schema, this release does not do it: use scheduler.policy=static")
 
 
 def _refused(message: str) -> commands_pb2.CommandResult:

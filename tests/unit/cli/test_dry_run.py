@@ -87,11 +87,6 @@ REFUSED = {
         "any local folder where there is none [override runtime.host_memory_root]",
     ),
     "nothing to resume": (("--resume",), "there is nothing to resume"),
-    "a policy that moves GPUs": (
-        ("scheduler.policy=rlinf",),
-        "scheduler.policy=rlinf: moves of real GPUs come with the next version; `tidegate simulate` and "
-        "`tidegate plan` run it; set scheduler.policy to static to start the job [override scheduler.policy]",
-    ),
     "a folder that cannot be made": (("--output-dir", os.devnull), "cannot be made (/dev/null is no folder"),
 }
 

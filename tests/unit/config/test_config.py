@@ -60,15 +60,17 @@ def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
     assert config.layout(Role.ROLLOUT) == Layout(dp=2)
 
 
-def test_engines_stand_by_on_the_gpus_that_the_rollout_may_get() -> None:
+def test_a_policy_that_moves_gpus_may_give_each_of_the_jobs_gpus_to_every_component() -> None:
     raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
-    assert parse_config(raw).rollout_standby() == ()
+    assert parse_config(raw).slots(Role.ROLLOUT) == ("n0/2", "n1/0")
     raw["rollout"] = {"standby": "0,5"}
-    assert parse_config(raw).rollout_standby() == ("n0/0", "n0/2", "n1/0", "n1/2")
-    raw["scheduler"] = {"policy": "tide"}
+    assert parse_config(raw).slots(Role.ROLLOUT) == ("n0/0", "n0/2", "n1/0", "n1/2")
     raw["rollout"] = {}
     raw["actor"]["standby"] = "6"
-    assert parse_config(raw).rollout_standby() == ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n1/3")
+    assert parse_config(raw).slots(Role.ACTOR) == ("n0/0", "n0/1", "n1/3")
+    raw["scheduler"] = {"policy": "tide"}
+    everywhere = ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n1/3")
+    assert [parse_config(raw).slots(role) for role in Role] == [everywhere] * 3
 
 
 def test_the_actor_may_get_standby_gpus_besides_those_of_its_placement() -> None:

@@ -254,17 +254,14 @@ class JobSections(_Section):
         text = self.actor.standby
         return tuple(self.cluster.gpus()[index] for index in gpu_indices(text)) if text else ()
 
-    def rollout_standby(self) -> tuple[GpuId, ...]:
-        """The GPUs on which engines stand by while they are another component's: all that the rollout may get.
-
-        Empty where it never gets one besides those of its placement."""
-        listed = gpu_indices(self.rollout.standby) if self.rollout.standby else []
-        may_get = {self.cluster.gpus()[index] for index in listed}
-        if self.scheduler.moves_gpus:
-            may_get |= {gpu for role in Role for gpu in self.placement(role)} | set(self.standby())
-        elif not may_get:
-            return ()
-        may_get |= set(self.placement(Role.ROLLOUT))
+    def slots(self, role: Role) -> tuple[GpuId, ...]:
+        """The GPUs that the component may get while the job runs, in the cluster's order."""
+        roles = list(Role) if self.scheduler.moves_gpus else [role]
+        may_get = {gpu for each in roles for gpu in self.placement(each)}
+        if Role.ACTOR in roles:
+            may_get |= set(self.standby())
+        if role is Role.ROLLOUT and self.rollout.standby:
+            may_get |= {self.cluster.gpus()[index] for index in gpu_indices(self.rollout.standby)}
         return tuple(gpu for gpu in self.cluster.gpus() if gpu in may_get)
 
     def layout(self, role: Role) -> Layout:

@@ -1,7 +1,4 @@
-"""The config's section on the scheduler: the policy that moves GPUs between components, its interval and its rules.
-
-`moving_fault` refuses a real job with a policy that moves GPUs: the components do not carry out moves yet.
-"""
+"""The config's section on the scheduler: the policy that moves GPUs between components, its interval and its rules."""
 
 from __future__ import annotations
 
@@ -81,16 +78,3 @@ class SchedulerSection(Section):
 
 POLICIES: tuple[str, ...] = get_args(SchedulerSection.model_fields["policy"].annotation)
 """The names that `scheduler.policy` can have."""
-
-
-def moving_fault(section: SchedulerSection) -> str | None:
-    """The fault of a job that starts with this section. None: it can start."""
-    if not section.moves_gpus:
-        return None
-    key, remedy = f"scheduler.policy={section.policy}", "scheduler.policy to static"
-    if section.policy == "static":
-        key, remedy = "scheduler.static.collocated=true", "it to false"
-    return (
-        f"{key}: moves of real GPUs come with the next version; `tidegate simulate` and `tidegate plan` run it; set "
-        f"{remedy} to start the job"
-    )
