@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 
@@ -170,7 +171,10 @@ class Fleet:
             if gpu not in taken | standing_by | self._too_large | self._standing_by.keys():
                 task = asyncio.create_task(self._stand_by(gpu), name=f"stand by on {gpu}")
                 self._standing_by[gpu] = task
-                task.add_done_callback(lambda _, gpu=gpu: self._standing_by.pop(gpu, None))
+                task.add_done_callback(partial(self._has_stood_by, gpu))
+
+    def _has_stood_by(self, gpu: GpuId, _: asyncio.Task[None]) -> None:
+        self._standing_by.pop(gpu, None)
 
     def _is_at_work(self, grant: Grant) -> bool:
         slot = self.slots.get(grant.gpu)

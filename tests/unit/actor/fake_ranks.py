@@ -227,7 +227,7 @@ class FakeRank:
         self._check_portions(call.train.update_id, call.train.num_portions)
         whole = wire.Train()
         whole.CopyFrom(call.train)
-        parts = (*self.portions, call.train)
+        parts: list[wire.Accumulate | wire.Train] = [*self.portions, call.train]
         del whole.samples[:], whole.bundle_sizes[:]
         whole.samples.extend(sample for part in parts for sample in part.samples)
         whole.bundle_sizes.extend(size for part in parts for size in part.bundle_sizes)

@@ -113,7 +113,7 @@ def _run(order: MinibatchOrder, spread: list[bool], ranking: list[int]) -> tuple
 def test_in_fixed_order_the_longest_complete_prefix_may_join() -> None:
     assembly = _assembly(MinibatchOrder.FIXED)
     assembly.add(11, has_spread=True)
-    assert assembly.joining == ()
+    assert not assembly.joining
     assembly.add(10, has_spread=True)
     assembly.add(12, has_spread=True)
     assert (assembly.joining, assembly.is_filled_by_joining) == ((10, 11), True)

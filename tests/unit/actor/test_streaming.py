@@ -12,7 +12,7 @@ import pytest
 from tests.component_bench import JOB
 from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
 from tests.unit.actor.fake_ranks import PLENTY
-from tests.unit.actor.test_two_phase_resize import SPARE, ResizeBench
+from tests.unit.actor.resize_bench import SPARE, ResizeBench
 from tidegate.codec import fate_of
 from tidegate.types import Layout
 from tidegate.v1 import commands_pb2, events_pb2

@@ -13,7 +13,7 @@ import pytest
 
 from services.rollout.lead import RolloutLead
 from services.scheduler.shell.codecs.observed_codec import generation_of
-from tests.component_bench import JOB, NODES, PATIENCE_S, Changes, snapshot, task_of
+from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, snapshot, task_of
 from tests.unit.rollout.fake_engines import (
     FIRST,
     PLENTY,
@@ -67,7 +67,7 @@ class HeldPublishing:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
 
 
-async def groups_on_stream(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
+async def groups_on_stream(of: Bench[RolloutLead, Any], *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
     """The groups of an iteration on the stream, in the order of prompts. None is acknowledged."""
 
     async def never(letter: object) -> None:

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.rollout.lead import RolloutLead
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import QUEUED, Generation
-from tests.component_bench import JOB, NODES, PATIENCE_S
+from tests.component_bench import JOB, NODES, PATIENCE_S, Bench
 from tests.unit.rollout.fake_engines import FIRST, SECOND
 from tests.unit.rollout.real_engines import RealBench, RealEngines, published_weights, real_rollout
 from tests.unit.rollout.test_lead import groups_on_stream
@@ -23,13 +26,19 @@ from tidegate.v1 import commands_pb2, samples_pb2
 LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
 
 
-def scale_down(of: RealBench, grants: Sequence[Grant], members: Sequence[Grant] = ()) -> commands_pb2.ScaleDownRequest:
+def scale_down(
+    of: Bench[RolloutLead, Any], grants: Sequence[Grant], members: Sequence[Grant] = ()
+) -> commands_pb2.ScaleDownRequest:
     return commands_pb2.ScaleDownRequest(
         header=of.header(transition="leave"),
         grants=encode_grants(grants),
         members=encode_grants(members),
         layout=encode_layout(Layout(dp=len(members))) if members else None,
     )
+
+
+def first_waits(engines: RealEngines) -> bool:
+    return FIRST in engines.of and engines.of[FIRST].is_waiting
 
 
 async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> Generation:
@@ -94,7 +103,7 @@ async def test_an_engine_that_leaves_hands_its_unfinished_responses_over_and_the
     async with real_rollout(tmp_path, engines, algorithm=LONG, rollout=small) as of:
         (first, second), lead = of.grants(), None
         await begin(of, [first])
-        await of.changes.until(lambda: FIRST in engines.of and engines.of[FIRST].is_waiting)
+        await of.changes.until(partial(first_waits, engines))
         lead = of.leads[-1]
         lead.take(scale_down(of, [first]))
         await of.published("gpus_released")
@@ -117,7 +126,7 @@ async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_toke
         first, second = of.grants()
         await begin(of, [first])
         lead = of.leads[-1]
-        await of.changes.until(lambda: FIRST in engines.of and engines.of[FIRST].is_waiting)
+        await of.changes.until(partial(first_waits, engines))
         lead.take(of.scale_up([second], members=[first, second], weights=published_weights(of, 0)))
         await of.published("layout_committed", count=2)
         lead.take(scale_down(of, [first], [second]))
@@ -154,7 +163,7 @@ async def test_a_hand_over_in_an_evaluation_changes_no_answer(tmp_path: Path) ->
             await of.published("layout_committed")
             lead.take(of.evaluate(0))
             if num_steps == 4:
-                await of.changes.until(lambda engines=engines: engines.of[FIRST].is_waiting)
+                await of.changes.until(partial(first_waits, engines))
                 lead.take(scale_down(of, [first], [second]))
             (event,) = await of.published("evaluation_reported")
             reports.append(event.evaluation_reported)
@@ -168,7 +177,7 @@ async def test_a_repeated_release_does_not_disturb_the_one_at_work(
     async with real_rollout(tmp_path, engines, algorithm=LONG) as of:
         first, second = of.grants()
         await begin(of)
-        await of.changes.until(lambda: FIRST in engines.of and engines.of[FIRST].is_waiting)
+        await of.changes.until(partial(first_waits, engines))
         held = {decode_sample_id(each.id) for each in engines.of[FIRST].requests}
         for _ in range(3):
             of.leads[-1].take(scale_down(of, [first], [second]))
