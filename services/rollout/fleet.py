@@ -132,7 +132,9 @@ class Fleet:
         for grant in grants:
             slot = self.slots.pop(grant.gpu) if self._is_at_work(grant) else None
             self._leaving[grant] = slot
-            slots += [slot] if slot is not None else []
+            if slot is not None:
+                slot.is_leaving = True
+                slots.append(slot)
         return slots
 
     def is_leaving(self, grants: Sequence[Grant]) -> bool:
@@ -171,10 +173,10 @@ class Fleet:
             if gpu not in taken | standing_by | self._too_large | self._standing_by.keys():
                 task = asyncio.create_task(self._stand_by(gpu), name=f"stand by on {gpu}")
                 self._standing_by[gpu] = task
-                task.add_done_callback(partial(self._has_stood_by, gpu))
+                task.add_done_callback(partial(self._forget_begun, gpu))
 
-    def _has_stood_by(self, gpu: GpuId, _: asyncio.Task[None]) -> None:
-        self._standing_by.pop(gpu, None)
+    def _forget_begun(self, gpu: str, _: asyncio.Task[None]) -> None:
+        del self._standing_by[gpu]
 
     def _is_at_work(self, grant: Grant) -> bool:
         slot = self.slots.get(grant.gpu)

@@ -20,12 +20,15 @@ from tidegate.v1 import workers_pb2 as wire
 class EngineSlot:
     """An engine on a slot. `version` is the version of its weights, None before the first load.
 
-    `calls` are its open calls to generate."""
+    `calls` are its open calls to generate. An engine that leaves collects what it hands over, so that the engines which
+    continue it get it all at once: one prefill of many costs less waiting than several in a row."""
 
     grant: Grant
     version: int | None = None
     progress: EngineProgress = field(default_factory=EngineProgress)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
+    is_leaving: bool = False
+    handed_over: list[SampleId] = field(default_factory=list)
 
     @property
     def num_held(self) -> int:

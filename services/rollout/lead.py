@@ -196,6 +196,8 @@ class RolloutLead(Lead):
         await asyncio.gather(*(self._fleet.hand_over(slot) for slot in leaving))
         if num_held:
             self._log.info("engines handed over", gpus=[slot.grant.gpu for slot in leaving], num_requests=num_held)
+        if self._generation is not None:
+            self._generation.groups.give_back(sample for slot in leaving for sample in slot.handed_over)
         self._note_engines()
         await super().scale_down(request)
         self._fleet.fill_standbys()
@@ -303,7 +305,7 @@ class RolloutLead(Lead):
                 sample = decode_sample_id(reply.generated.sample.id)
                 remaining.discard(sample)
                 slot.progress.end(sample, len(reply.generated.sample.response_tokens))
-                self._take_in(sample, reply.generated.sample, generation)
+                self._take_in(slot, sample, reply.generated.sample, generation)
                 generation.changed.set()
         except WorkerGone as error:
             self._note_loss(slot, remaining, generation, error)
@@ -331,13 +333,18 @@ class RolloutLead(Lead):
             del self._fleet.slots[slot.grant.gpu]
             generation.note_change()
 
-    def _take_in(self, sample: SampleId, response: samples_pb2.Sample, generation: GenerationState) -> None:
+    def _take_in(
+        self, slot: EngineSlot, sample: SampleId, response: samples_pb2.Sample, generation: GenerationState
+    ) -> None:
         response.finish = finish_of(
             response, max_new_tokens=generation.max_new_tokens, end_ids=self.job.tokenizer.end_ids
         )
         if response.finish == samples_pb2.FINISH_REASON_ABORT:
             generation.partials.keep(sample, response)
-            generation.groups.give_back([sample])
+            if slot.is_leaving:
+                slot.handed_over.append(sample)
+            else:
+                generation.groups.give_back([sample])
             return
         generation.partials.end(sample)
         generation.num_tokens += len(response.response_tokens)

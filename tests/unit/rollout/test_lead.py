@@ -67,7 +67,7 @@ class HeldPublishing:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
 
 
-async def groups_on_stream(of: Bench[RolloutLead, Any], *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
+async def groups_on_stream(of: Bench[Any, Any], *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
     """The groups of an iteration on the stream, in the order of prompts. None is acknowledged."""
 
     async def never(letter: object) -> None:

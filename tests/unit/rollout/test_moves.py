@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from services.rollout.lead import RolloutLead
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import QUEUED, Generation
 from tests.component_bench import JOB, NODES, PATIENCE_S, Bench
@@ -27,7 +26,7 @@ LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
 
 
 def scale_down(
-    of: Bench[RolloutLead, Any], grants: Sequence[Grant], members: Sequence[Grant] = ()
+    of: Bench[Any, Any], grants: Sequence[Grant], members: Sequence[Grant] = ()
 ) -> commands_pb2.ScaleDownRequest:
     return commands_pb2.ScaleDownRequest(
         header=of.header(transition="leave"),
@@ -37,10 +36,6 @@ def scale_down(
     )
 
 
-def first_waits(engines: RealEngines) -> bool:
-    return FIRST in engines.of and engines.of[FIRST].is_waiting
-
-
 async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> Generation:
     """The first picture of the iteration for which this holds."""
     async with asyncio.timeout(PATIENCE_S), aclosing(of.bus.events.read(JOB, follow=True)) as events:
@@ -48,6 +43,11 @@ async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> G
             if event.HasField("generation") and holds(picture := generation_of(event.generation)):
                 return picture
     raise AssertionError("the stream ended")
+
+
+def is_waiting(engines: RealEngines) -> bool:
+    """Whether the first engine has sequences and may not step."""
+    return FIRST in engines.of and engines.of[FIRST].is_waiting
 
 
 async def begin(of: RealBench, grants: Sequence[Grant] | None = None) -> None:
@@ -103,7 +103,7 @@ async def test_an_engine_that_leaves_hands_its_unfinished_responses_over_and_the
     async with real_rollout(tmp_path, engines, algorithm=LONG, rollout=small) as of:
         (first, second), lead = of.grants(), None
         await begin(of, [first])
-        await of.changes.until(partial(first_waits, engines))
+        await of.changes.until(partial(is_waiting, engines))
         lead = of.leads[-1]
         lead.take(scale_down(of, [first]))
         await of.published("gpus_released")
@@ -126,7 +126,7 @@ async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_toke
         first, second = of.grants()
         await begin(of, [first])
         lead = of.leads[-1]
-        await of.changes.until(partial(first_waits, engines))
+        await of.changes.until(partial(is_waiting, engines))
         lead.take(of.scale_up([second], members=[first, second], weights=published_weights(of, 0)))
         await of.published("layout_committed", count=2)
         lead.take(scale_down(of, [first], [second]))
@@ -148,7 +148,9 @@ async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_toke
         last = Grant(first.gpu, replace(first.token, counter=12))
         lead.take(of.scale_up([last], weights=published_weights(of, 0)))
         assert await responses(of) == want
-        assert engines.sent(FIRST) == moved_twice, "the responses go on from their last move"
+        continued = engines.sent(FIRST)
+        assert continued.items() <= moved_twice.items(), "the responses go on from their last move"
+        assert continued, "not all were complete when the engine died"
 
 
 async def test_a_hand_over_in_an_evaluation_changes_no_answer(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ async def test_a_hand_over_in_an_evaluation_changes_no_answer(tmp_path: Path) ->
             await of.published("layout_committed")
             lead.take(of.evaluate(0))
             if num_steps == 4:
-                await of.changes.until(partial(first_waits, engines))
+                await of.changes.until(partial(is_waiting, engines))
                 lead.take(scale_down(of, [first], [second]))
             (event,) = await of.published("evaluation_reported")
             reports.append(event.evaluation_reported)
@@ -177,7 +179,7 @@ async def test_a_repeated_release_does_not_disturb_the_one_at_work(
     async with real_rollout(tmp_path, engines, algorithm=LONG) as of:
         first, second = of.grants()
         await begin(of)
-        await of.changes.until(partial(first_waits, engines))
+        await of.changes.until(partial(is_waiting, engines))
         held = {decode_sample_id(each.id) for each in engines.of[FIRST].requests}
         for _ in range(3):
             of.leads[-1].take(scale_down(of, [first], [second]))
