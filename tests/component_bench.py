@@ -22,7 +22,7 @@ from tidegate.codec import encode_grants, encode_layout
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job, snapshot_folder
-from tidegate.ports.bus import BusLimits, SampleStream
+from tidegate.ports.bus import BusLimits, EventLog, SampleStream
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.crew import Crew, InstancePort, WorkerGone, WorkerUnreachable
 from tidegate.runtime.lead import Lead, LeadTools
@@ -81,10 +81,27 @@ class Changes:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+    async def until(self, holds: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:
+        async with asyncio.timeout(patience_s):
             while not holds():
                 await self._changed.wait()
+
+
+class PublishedEvents:
+    """The event log as the leads see it. `all` has every event, also those that later ones replace on the stream."""
+
+    def __init__(self, log: EventLog, changes: Changes) -> None:
+        self._log, self._changes = log, changes
+        self.all: list[events_pb2.Event] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    async def publish(self, event: events_pb2.Event) -> int:
+        sequence = await self._log.publish(event)
+        self.all.append(event)
+        self._changes.notify()
+        return sequence
 
 
 class Worker(Protocol):
@@ -200,6 +217,7 @@ class Bench(Generic[L, W]):
     bus: MemoryBus
     clock: ManualClock
     changes: Changes
+    events: PublishedEvents
     samples: SampleStream
     instances: dict[NodeId, FakeInstance[W]]
     make: Callable[[LeadTools], L]
@@ -218,7 +236,7 @@ class Bench(Generic[L, W]):
         crew = Crew(JOB, self._connect, call_timeout_s=self.patience_s, work_timeout_s=2 * self.patience_s)
         boot = len(self.leads) + 1
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
-        announcer = Announcer(self.bus.events, source, JOB)
+        announcer = Announcer(self.events, source, JOB)
         job = load_job(self.config)
         tools = LeadTools(NODES[0], job, self.folder, crew, self.samples, announcer, self.store)
         self.leads.append(self.make(tools))
@@ -290,21 +308,21 @@ class Bench(Generic[L, W]):
 
     async def published(self, body: str, *, count: int = 1) -> list[events_pb2.Event]:
         """The first `count` events with `body`, as they come. A component that failed for good is an error."""
-        found: list[events_pb2.Event] = []
-        async with asyncio.timeout(self.patience_s), aclosing(self.bus.events.read(JOB, follow=True)) as events:
-            async for _, event in events:
-                kind = event.WhichOneof("body")
-                if kind == body:
-                    found.append(event)
-                elif kind == "failed" and event.failed.fatal:
-                    raise AssertionError(f"waiting for {body}: {event.failed.message}")
-                if len(found) == count:
-                    return found
-        raise AssertionError("the stream ended")
+
+        def found() -> list[events_pb2.Event]:
+            return [event for event in self.events.all if event.WhichOneof("body") == body]
+
+        def fatal() -> list[events_pb2.Event]:
+            return [event for event in self.events.all if event.failed.fatal and body != "failed"]
+
+        await self.changes.until(lambda: len(found()) >= count or bool(fatal()), patience_s=self.patience_s)
+        if len(found()) < count:
+            raise AssertionError(f"waiting for {body}: {fatal()[0].failed.message}")
+        return found()[:count]
 
     async def kinds(self) -> list[str]:
         """The kinds of all events so far, in order."""
-        return [event.WhichOneof("body") or "" async for _, event in self.bus.events.read(JOB)]
+        return [event.WhichOneof("body") or "" for event in self.events.all]
 
     def _connect(self, instance: str, endpoint: str) -> InstancePort:
         return self.instances[NodeId(instance.partition("@")[2])]
@@ -337,7 +355,9 @@ async def bench(
     server.adopt(1)
     store = CellStore(MemoryCells(server))
     await store.attach()
-    opened = Bench(config, role, bus, clock, changes, wrap(bus.samples, changes), instances, make, server, store)
+    published = PublishedEvents(bus.events, changes)
+    samples = wrap(bus.samples, changes)
+    opened = Bench(config, role, bus, clock, changes, published, samples, instances, make, server, store)
     opened.folder.root.mkdir(parents=True)
     try:
         yield opened

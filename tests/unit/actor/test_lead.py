@@ -62,7 +62,7 @@ async def test_pictures_show_each_update_at_its_begin_and_at_its_end(tmp_path: P
             permits.release()
         await of.scored([2, 3])
         await of.report()
-        pictures = [event.training async for _, event in of.bench.bus.events.read(JOB) if event.HasField("training")]
+        pictures = [event.training for event in of.bench.events.all if event.HasField("training")]
 
     assert begun == [Seen(0, 0, is_at_boundary=True), Seen(0, 2, is_at_boundary=False)]
     last = training_of(pictures[-1])

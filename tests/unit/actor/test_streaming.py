@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.component_bench import JOB
 from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
 from tests.unit.actor.fake_ranks import PLENTY
 from tests.unit.actor.resize_bench import SPARE, ResizeBench
@@ -60,7 +59,7 @@ def hold(of: Training, *, holds: bool, iteration: int = 0) -> None:
 
 
 async def pictures(of: Training) -> list[events_pb2.Training]:
-    return [event.training async for _, event in of.bench.bus.events.read(JOB) if event.HasField("training")]
+    return [event.training for event in of.bench.events.all if event.HasField("training")]
 
 
 async def test_a_minibatch_trains_in_portions_and_makes_one_update(tmp_path: Path) -> None:

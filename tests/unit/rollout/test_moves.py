@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import QUEUED, Generation
-from tests.component_bench import JOB, NODES, PATIENCE_S, Bench
+from tests.component_bench import NODES, Bench
 from tests.unit.rollout.fake_engines import FIRST, SECOND
 from tests.unit.rollout.real_engines import RealBench, RealEngines, published_weights, real_rollout
 from tests.unit.rollout.test_lead import groups_on_stream
@@ -38,11 +37,13 @@ def scale_down(
 
 async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> Generation:
     """The first picture of the iteration for which this holds."""
-    async with asyncio.timeout(PATIENCE_S), aclosing(of.bus.events.read(JOB, follow=True)) as events:
-        async for _, event in events:
-            if event.HasField("generation") and holds(picture := generation_of(event.generation)):
-                return picture
-    raise AssertionError("the stream ended")
+
+    def found() -> list[Generation]:
+        painted = (generation_of(event.generation) for event in of.events.all if event.HasField("generation"))
+        return [picture for picture in painted if holds(picture)]
+
+    await of.changes.until(lambda: bool(found()))
+    return found()[0]
 
 
 def is_waiting(engines: RealEngines) -> bool:
