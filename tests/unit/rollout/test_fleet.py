@@ -18,8 +18,7 @@ from tests.unit.rollout.fake_engines import (
     give,
     rollout,
 )
-from tests.unit.rollout.test_lead import assert_whole_iteration
-from tests.unit.rollout.test_moves import scale_down
+from tests.unit.rollout.outcomes import assert_whole_iteration, scale_down
 from tidegate.job import Job
 from tidegate.types import NO_TOKEN, Grant
 from tidegate.v1 import commands_pb2

@@ -13,7 +13,7 @@ import pytest
 
 from services.rollout.lead import RolloutLead
 from services.scheduler.shell.codecs.observed_codec import generation_of
-from tests.component_bench import JOB, NODES, PATIENCE_S, Bench, Changes, snapshot, task_of
+from tests.component_bench import JOB, NODES, PATIENCE_S, Changes, snapshot, task_of
 from tests.unit.rollout.fake_engines import (
     FIRST,
     PLENTY,
@@ -22,18 +22,17 @@ from tests.unit.rollout.fake_engines import (
     RolloutBench,
     engine_at_work,
     give,
-    response,
     rollout,
 )
+from tests.unit.rollout.outcomes import all_ids, assert_whole_iteration, groups_on_stream
 from tidegate.candidates import has_spread
 from tidegate.codec import decode_sample_id, fate_of
 from tidegate.config.sections.data import DataSection, RewardName, RewardSection
 from tidegate.ports.bus import SampleConsumer, SampleStream, Stage
 from tidegate.runtime.lead import rewards_of
 from tidegate.tasks import Demonstration, Prompt, Task
-from tidegate.types import JobId, SampleId
+from tidegate.types import JobId
 from tidegate.v1 import commands_pb2, samples_pb2
-from tidegate.v1 import workers_pb2 as wire
 
 
 class HeldPublishing:
@@ -65,48 +64,6 @@ class HeldPublishing:
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
-
-
-async def groups_on_stream(of: Bench[Any, Any], *, incarnation: int = 1, iteration: int = 0) -> list[Any]:
-    """The groups of an iteration on the stream, in the order of prompts. None is acknowledged."""
-
-    async def never(letter: object) -> None:
-        raise AssertionError(f"dead letter {letter}")
-
-    consumer = await of.bus.samples.consumer(JOB, Stage.GENERATED, "reader", on_dead_letter=never)
-    groups = [delivery.group for delivery in await consumer.fetch(100, timeout_s=0)]
-    mine = [group for group in groups if (group.incarnation, group.iteration) == (incarnation, iteration)]
-    return sorted(mine, key=lambda group: group.prompt)
-
-
-def all_ids(of: RolloutBench, *, incarnation: int = 1, iteration: int = 0) -> list[SampleId]:
-    algorithm = of.config.algorithm
-    first = iteration * algorithm.prompts_per_iteration
-    return [
-        SampleId(incarnation, iteration, prompt, draw)
-        for prompt in range(first, first + algorithm.prompts_per_iteration)
-        for draw in range(algorithm.group_size)
-    ]
-
-
-async def assert_whole_iteration(of: RolloutBench, *, version: int = 0, iteration: int = 0) -> None:
-    """Check that each group is there once, that each response follows from its seed, and that the report matches."""
-    report = (await of.published("iteration_reported"))[-1]
-    groups = await groups_on_stream(of, iteration=iteration)
-    ids = [decode_sample_id(sample.id) for group in groups for sample in group.samples]
-    assert ids == all_ids(of, iteration=iteration)
-    assert report.iteration_reported.generated == fate_of(ids)
-    job = of.leads[-1].job
-    for group in groups:
-        assert group.version == version
-        assert list(group.prompt_tokens) == job.tokenizer.encode_prompt(task_of(job).prompt(group.prompt).text)
-        for sample in group.samples:
-            seed = job.sampling_seed(decode_sample_id(sample.id))
-            want = response(job, wire.GenerationRequest(id=sample.id, seed=seed), version=version)
-            text = job.tokenizer.decode_response(want.response_tokens)
-            want.reward = task_of(job).reward(task_of(job).prompt(group.prompt), text)
-            want.rewards["countdown"] = want.reward
-            assert sample == want
 
 
 async def test_every_group_is_published_whole_and_once_by_all_engines_together(tmp_path: Path) -> None:

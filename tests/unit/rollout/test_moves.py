@@ -7,32 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import QUEUED, Generation
-from tests.component_bench import NODES, Bench
+from tests.component_bench import NODES
 from tests.unit.rollout.fake_engines import FIRST, SECOND
+from tests.unit.rollout.outcomes import groups_on_stream, scale_down
 from tests.unit.rollout.real_engines import RealBench, RealEngines, published_weights, real_rollout
-from tests.unit.rollout.test_lead import groups_on_stream
-from tidegate.codec import decode_sample_id, encode_grants, encode_layout
-from tidegate.types import Grant, Layout
-from tidegate.v1 import commands_pb2, samples_pb2
+from tidegate.codec import decode_sample_id
+from tidegate.types import Grant
+from tidegate.v1 import samples_pb2
 
 LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
-
-
-def scale_down(
-    of: Bench[Any, Any], grants: Sequence[Grant], members: Sequence[Grant] = ()
-) -> commands_pb2.ScaleDownRequest:
-    return commands_pb2.ScaleDownRequest(
-        header=of.header(transition="leave"),
-        grants=encode_grants(grants),
-        members=encode_grants(members),
-        layout=encode_layout(Layout(dp=len(members))) if members else None,
-    )
 
 
 async def picture_where(of: RealBench, holds: Callable[[Generation], bool]) -> Generation:
