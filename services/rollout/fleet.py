@@ -51,8 +51,8 @@ class Fleet:
         """The engines at work, by GPU."""
         self._crew = crew
         self._config_json = config.to_json()
-        slots = config.slots(Role.ROLLOUT)
-        self._standby_slots = slots if len(slots) > len(config.placement(Role.ROLLOUT)) else ()
+        may_come_back = bool(config.rollout.standby) or config.scheduler.moves_gpus
+        self._standby_slots = config.slots(Role.ROLLOUT) if may_come_back else ()
         self._standby_bytes = config.rollout.standby_memory_mib << 20
         self._incarnation = incarnation
         self._wanted: types_pb2.Snapshot | None = None

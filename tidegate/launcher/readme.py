@@ -12,6 +12,7 @@ Files of the job, over all its attempts:
   config.json       the config that every process reads; private, because URLs in it may hold passwords
   result.json       how the newest attempt ended, with the metrics of each iteration; absent while the job runs
   events.jsonl      the events, one line each, as they came: tidegate events JOB
+  moves.jsonl       decisions and moves of GPUs, one line each: tidegate why JOB; moves.1.jsonl has the older ones
   journal.jsonl     one line for each optimizer update: its samples, loss, gradient norm, learning rate
   samples/          some samples of each iteration, one line each: texts, rewards by name, advantage, fate
   evaluations/      version<v>.jsonl for each evaluated version, one line for each prompt: prompt, responses, rewards

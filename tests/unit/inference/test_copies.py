@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.component_bench import ACK_WAIT_S, NODES, snapshot
-from tests.unit.inference.test_lead import FIRST, ONE_COPY, SECOND, scoring
+from tests.unit.inference.scoring_bench import FIRST, ONE_COPY, SECOND, scoring
 from tidegate.codec import decode_grants, decode_layout
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import NO_TOKEN, Grant, Layout
