@@ -236,7 +236,7 @@ class Bench(Generic[L, W]):
         crew = Crew(JOB, self._connect, call_timeout_s=self.patience_s, work_timeout_s=2 * self.patience_s)
         boot = len(self.leads) + 1
         source = EventSource(instance_id(self.role, NODES[0]), role=self.role, boot=boot, now_ns=lambda: 0)
-        announcer = Announcer(self.events, source, JOB)
+        announcer = Announcer(self.bus.events, source, JOB)
         job = load_job(self.config)
         tools = LeadTools(NODES[0], job, self.folder, crew, self.samples, announcer, self.store)
         self.leads.append(self.make(tools))
@@ -355,7 +355,8 @@ async def bench(
     server.adopt(1)
     store = CellStore(MemoryCells(server))
     await store.attach()
-    published = PublishedEvents(bus.events, changes)
+    # Hosts and leads of a test publish through the bus.
+    published = bus.events = PublishedEvents(bus.events, changes)  # type: ignore[assignment]
     samples = wrap(bus.samples, changes)
     opened = Bench(config, role, bus, clock, changes, published, samples, instances, make, server, store)
     opened.folder.root.mkdir(parents=True)
