@@ -6,6 +6,8 @@ Order of the checks:
 3. Relations between sections: GPUs exist and are named once, layouts fit their GPUs, minibatches divide into groups.
 A step reports all its faults at once. The next step runs only when the step before found no fault.
 
+Then the costs that the config leaves out are set to those of `cluster.pace`, if it has one.
+
 Invariants:
 - A `JobConfig` is valid when made and never changes. [test_config: a_wrong_config_is_refused]
 - `to_json` and `from_json` are exact inverses, so that every process of a job reads the same config.
@@ -36,6 +38,7 @@ from tidegate.config.checks.pace import pace_faults
 from tidegate.config.reading.layers import EMPTY_LAYER, Layer
 from tidegate.config.reading.origins import with_origin, with_origins
 from tidegate.config.sections.job import JobSections
+from tidegate.pace.costs import with_paced_costs
 
 
 class ConfigError(ValueError):
@@ -77,8 +80,16 @@ def parse_config(raw: object, *, layer: Layer = EMPTY_LAYER) -> JobConfig:
     ConfigError lists every wrong key, type and range. If there is none, it lists every fault between the sections.
     """
     try:
-        return JobConfig.model_validate(raw)
+        return _with_paced_costs(JobConfig.model_validate(raw))
     except ValidationError as error:
         faults = [(fault_line(JobConfig, fault), fault["loc"]) for fault in error.errors()]
         lines = [with_origin(text, layer, at) if at else with_origins(text, layer) for text, at in faults]
         raise ConfigError("\n".join(lines)) from error
+
+
+def _with_paced_costs(config: JobConfig) -> JobConfig:
+    if config.cluster.pace is None:
+        return config
+    num_policies = 1 + (config.algorithm.kl_coefficient > 0)
+    costs = with_paced_costs(config.assumptions.costs, config.cluster.pace, num_policies=num_policies)
+    return config.model_copy(update={"assumptions": config.assumptions.model_copy(update={"costs": costs})})

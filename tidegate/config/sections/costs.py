@@ -18,7 +18,8 @@ from pydantic import Field
 from tidegate.config.base import Count, NonNegativeFloat, NumGpus, PositiveFloat, Section
 
 _Spread = Annotated[float, Field(gt=0, le=5)]
-_Rate = Annotated[float, Field(ge=1e-3, le=1e15)]
+LEAST_RATE, MOST_RATE = 1e-3, 1e15
+_Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """A rate per second.
 
 The lower bound equals that of the simulator's scenarios: with a lower rate no work ends. Within the bounds, a rate that
