@@ -33,6 +33,7 @@ from cli.usage import BadUsage, Parser, seed
 from cli.why import Question, why
 from tidegate.config.base import MAX_GPUS
 from tidegate.config.job_config import ConfigError
+from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.types import Layout
@@ -96,11 +97,16 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     form = Form(args.form)
     match args.command:
-        case "demo" | "run":
+        case "demo":
+            # Import here, as for `run`.
+            from cli import demo
+
+            return demo.demo(args, form)
+        case "run":
             # Import here: running a job needs a second of imports, which the other commands must not pay.
             from cli import run_commands
 
-            return run_commands.demo(args, form) if args.command == "demo" else run_commands.run(args, form)
+            return run_commands.run(args, form)
         case "schema":
             print((files("tidegate") / "config.schema.json").read_text(), end="")
             return 0
@@ -161,7 +167,7 @@ def _parser() -> Parser:
         added.add_argument("--output-dir", default=output_dir, help=where)
         return added
 
-    demo = command("demo", "Run the demo job, from nothing to its result.")
+    demo = command("demo", "Run the demo: one job under static and under tide, from nothing to a comparison.")
     _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
     simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
@@ -292,6 +298,9 @@ def _gpus(text: str) -> list[str]:
 
 
 def _add_run_arguments(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:
+    demo.add_argument(
+        "--policy", choices=POLICIES, default=None, help="run one job under this policy, and compare none"
+    )
     demo.add_argument("--seed", type=seed, default=None, help="the same seed gives the same run (default: 0)")
     run.add_argument(
         "config",

@@ -1,4 +1,4 @@
-"""`tidegate demo` and `tidegate run`: the config that they run, what they show, and what they print at the end.
+"""`tidegate run`: the config that it runs, what it shows, and what it prints at the end. `demo` shares the last two.
 
 `run --dry-run` starts nothing. It checks what a start checks and prints the config to stdout.
 
@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import shlex
 import sys
-from importlib.resources import as_file, files
-from typing import Any
 
 from cli import jobs
 from cli.config_text import yaml_with_origins
@@ -26,30 +24,10 @@ from tidegate.config.reading.layers import Layer
 from tidegate.config.reading.origins import with_origins
 from tidegate.config.schedule import lr_summary
 from tidegate.job import JobFolder
-from tidegate.launcher.claim import CannotStart, Start, saved_config
+from tidegate.launcher.claim import CannotStart, Start
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.run import RunRequest, check_job, place_of, run_job
 from tidegate.logs import configure_logging
-
-
-def demo(args: argparse.Namespace, form: Form) -> int:
-    """Runs always in the same folder: each fresh start replaces the one before."""
-    overrides: dict[str, Any] = {"output_dir": args.output_dir}
-    if args.seed is not None:
-        overrides["seed"] = args.seed
-    with as_file(files("tidegate") / "demo.yaml") as path:
-        config = load_sources(Sources([path], options=overrides)).config
-    if args.resume and args.seed is None:
-        config = _with_seed_of_last_start(config)
-    command = ["tidegate", "demo"]
-    if args.output_dir != "jobs":
-        command += ["--output-dir", args.output_dir]
-    start = Start.RESUME if args.resume else Start.FORCE
-    outcome = _run(_request(config, start, command, fresh_flags=[]))
-    if form is Form.TABLE:
-        _print_tables(outcome, JobFolder.of(config))
-    print(written(jobs.summary_row(outcome), Form.JSON if form is Form.TABLE else form))
-    return exit_code(outcome)
 
 
 def run(args: argparse.Namespace, form: Form) -> int:
@@ -60,7 +38,7 @@ def run(args: argparse.Namespace, form: Form) -> int:
     if args.output_dir is not None:
         command += ["--output-dir", args.output_dir]
     start = Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
-    request = _request(sourced.config, start, command, fresh_flags=["--force"], notes=sourced.notes)
+    request = request_of(sourced.config, start, command, fresh_flags=["--force"], notes=sourced.notes)
     try:
         return _dry_run(request, sourced.layer, form) if args.dry_run else _whole_run(request, form)
     except ConfigError as error:
@@ -83,9 +61,9 @@ def _dry_run(request: RunRequest, values_set: Layer, form: Form) -> int:
 
 
 def _whole_run(request: RunRequest, form: Form) -> int:
-    outcome = _run(request)
+    outcome = run_shown(request)
     if form is Form.TABLE:
-        _print_tables(outcome, JobFolder.of(request.config))
+        print_tables(outcome, JobFolder.of(request.config))
     else:
         print(written(jobs.summary_row(outcome), form))
     return exit_code(outcome)
@@ -97,19 +75,14 @@ def exit_code(outcome: Outcome) -> int:
     return int(outcome.end is not End.FINISHED)
 
 
-def _with_seed_of_last_start(config: JobConfig) -> JobConfig:
-    saved = saved_config(JobFolder.of(config))
-    return config.model_copy(update={"seed": saved.seed}) if saved else config
-
-
-def _request(
+def request_of(
     config: JobConfig, start: Start, command: list[str], *, fresh_flags: list[str], notes: tuple[str, ...] = ()
 ) -> RunRequest:
     resume_command, fresh_command = shlex.join([*command, "--resume"]), shlex.join([*command, *fresh_flags])
     return RunRequest(config, start, resume_command, fresh_command, notes)
 
 
-def _run(request: RunRequest) -> Outcome:
+def run_shown(request: RunRequest) -> Outcome:
     # Until the job's own log is open: this command reports an obstacle itself, and no library logs it too.
     configure_logging("launcher", level="CRITICAL")
     stream = UnfailingStream(sys.stderr)
@@ -120,7 +93,7 @@ def _run(request: RunRequest) -> Outcome:
     return outcome
 
 
-def _print_tables(outcome: Outcome, folder: JobFolder) -> None:
+def print_tables(outcome: Outcome, folder: JobFolder) -> None:
     moves = moves_of(folder)
     rows = [moves.with_moves(row) for row in jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))]
     if rows:
