@@ -39,6 +39,8 @@ from tidegate.launcher.outcome import End, Outcome
 FILES = ("demo.yaml", "demo_paced.yaml")
 COMPARED = ("static", "tide")
 """The policies in the order of their runs. The last one is the demo's own."""
+LEAST_PERCENT = 2.0
+"""The share of all slots' time from which a state has a column in the comparison."""
 MOST_REASONS = 5
 """The moves of one iteration that the comparison explains."""
 
@@ -155,12 +157,12 @@ def summary_row(shown: Sequence[Shown]) -> Row:
 def comparison(shown: Sequence[Shown]) -> list[str]:
     """The runs side by side, then what moved in the last iteration of the last run, and why."""
     percents = [gpu_time_percent(each.outcome) for each in shown]
-    states = sorted({state for each in percents for state in each})
+    states = sorted({state for each in percents for state, share in each.items() if share >= LEAST_PERCENT})
     rows = [_compared(each, percent, states) for each, percent in zip(shown, percents, strict=True)]
     first, last = shown[0], shown[-1]
     lines = [
         table(rows, tuple(rows[0])),
-        "GPU time by state is in % of all slots' wall time, with start and warm-up.",
+        "% are of all slots' wall time, with start and warm-up.",
         "",
     ]
     lines += _reasons(last)
@@ -197,6 +199,7 @@ def _compared(each: Shown, percent: Mapping[str, float], states: Sequence[str]) 
         "moves": moves["moves"],
         "switch_s": round(moves["switch_s"], 1),
         **{f"{state}_%": round(percent.get(state, 0.0), 1) for state in states},
+        "other_%": round(sum(share for state, share in percent.items() if state not in states), 1),
     }
 
 
