@@ -150,7 +150,8 @@ class FakeInstance(Generic[W]):
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
         self._answer()
         for grant in grants:
-            if grant.gpu in self._slots:
+            running = self._slots.get(grant.gpu)
+            if running is not None and running.grant.token <= grant.token:
                 self.kill(grant.gpu)
         return 0
 

@@ -8,6 +8,7 @@ Invariants:
 - A group is scored by the version from which it was drawn. [test_lead: drawn_from_another_version_is_dead_lettered]
 - A group is published whole and once. [test_lead: neither_scored_nor_published_again]
 - A start of copies delays no other command. [test_copies: start_of_a_copy_delays_no_other_command]
+- A stop under an older grant ends no start. [test_copies: stop_under_an_older_grant]
 """
 
 from __future__ import annotations
@@ -92,10 +93,12 @@ class InferenceLead(Lead):
         )
 
     async def _end_starts(self, grants: Iterable[Grant]) -> None:
-        """Ends the starts on these GPUs, also those under older grants. Copies that work are announced all the same."""
-        gpus = {grant.gpu for grant in grants}
+        """Ends the starts under these grants and older ones. Copies that work are announced all the same."""
+        tokens = {grant.gpu: grant.token for grant in grants}
         for start, coming in list(self._starts.items()):
-            if gpus.intersection(grant.gpu for grant in coming) and not self._copies.having(coming):
+            # A stop that a silent node did not answer is asked again: it must not end what came later to its GPU.
+            is_older = any(grant.gpu in tokens and grant.token <= tokens[grant.gpu] for grant in coming)
+            if is_older and not self._copies.having(coming):
                 await end_task(start)
 
     async def scale_down(self, request: commands_pb2.ScaleDownRequest) -> None:

@@ -5,6 +5,7 @@ The lead learns the addresses of the component's instances from each command.
 Invariants:
 - A call goes to the instance of the GPU's node and carries the grant's token. [test_crew: under_an_old_token]
 - A worker whose call failed for good is no longer a member. [test_crew: died_in_a_call_is_no_member]
+- A stop under an older grant costs no later member. [test_crew: stop_under_an_older_grant]
 - Calls to all members are sent side by side. When one fails, the lead does not wait for the others.
   [test_crew: raised_without_waiting_for_the_others]
 """
@@ -173,7 +174,8 @@ class Crew:
     async def stop(self, grants: Sequence[Grant], *, transition: str) -> int:
         """Ends these workers. Returns the bytes of device memory still in use."""
         for grant in grants:
-            self.forget(grant)
+            if self._members.get(grant.gpu, grant).token <= grant.token:
+                self.forget(grant)
         held_bytes = await self._by_node(grants, lambda port, part: port.stop_workers(self._job, transition, part))
         return sum(held_bytes)
 

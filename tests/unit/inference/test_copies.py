@@ -152,6 +152,21 @@ async def test_a_copy_that_is_to_leave_before_it_has_started_is_stopped_at_once(
         assert "failed" not in await of.bench.kinds()
 
 
+async def test_a_stop_under_an_older_grant_does_not_end_the_start_of_a_copy(tmp_path: Path) -> None:
+    async with scoring(tmp_path) as of:
+        first, _ = of.bench.grants()
+        lead = of.new_lead(of.bench.scale_up([first], weights=snapshot(0)))
+        await of.bench.published("layout_committed")
+        of.may_start.clear()
+        lead.take(of.come(SECOND, term=2, weights=snapshot(0)))
+        await of.bench.changes.until(lambda: SECOND in of.ranks)
+        lead.take(of.leave(SECOND))
+        await of.bench.published("gpus_released")
+        of.may_start.set()
+        *_, committed = await of.bench.published("layout_committed", count=3)
+        assert [grant.gpu for grant in committed.layout_committed.grants] == [FIRST, SECOND]
+
+
 async def test_the_start_of_a_copy_that_fails_is_reported_with_its_gpus_and_costs_no_other(tmp_path: Path) -> None:
     async with scoring(tmp_path) as of:
         first, _ = of.bench.grants()

@@ -75,6 +75,14 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
 
 
+async def test_a_stop_under_an_older_grant_leaves_the_member_that_came_later(cluster: Cluster) -> None:
+    crew, later = cluster.crew(), Grant(ON_N0.gpu, Token(1, 2))
+    await crew.start([later], transition="start")
+    await crew.stop([ON_N0], transition="stop")
+    assert crew.members == (later,)
+    assert [reply.started.detail for reply in await crew.ask_all({later: HELLO})] == ["n0/0"]
+
+
 async def test_workers_are_started_on_their_own_nodes_and_are_members_then(cluster: Cluster) -> None:
     crew = cluster.crew()
     await crew.start([ON_N1, ON_N0, ON_N0_TOO], transition="start")
