@@ -144,12 +144,14 @@ class RunningJob:
                     return process
         raise AssertionError(f"no process runs {module} {node}")
 
-    def worker(self, gpu: str) -> psutil.Process:
-        """The worker of a GPU: the one that writes its log. Its socket may have its gate's lock, not yet received."""
-        log = f"worker-{gpu.replace('/', '-')}.log"
+    def worker(self, gpu: str, role: str = "") -> psutil.Process:
+        """The worker of a GPU: the one that writes its log. Its socket may have its gate's lock, not yet received.
+
+        Where components have standbys on each other's GPUs, `role` names the component."""
+        log = f"{role}/worker-{gpu.replace('/', '-')}.log"
         for process in self.processes():
             with suppress(psutil.Error):
-                if _is_worker(process) and any(Path(opened.path).name == log for opened in process.open_files()):
+                if _is_worker(process) and any(opened.path.endswith(log) for opened in process.open_files()):
                     return process
         raise AssertionError(f"nobody works on {gpu}")
 
