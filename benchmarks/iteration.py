@@ -28,7 +28,6 @@ from typing import Any
 
 from benchmarks.clairvoyant.search import clairvoyant_schedule
 from benchmarks.report import Report, arguments, publish
-from cli.moves import moves_of
 from services.scheduler.policy.registry import policy_of
 from simulator.predictions import basis_of_config, predictions, scenario_of
 from simulator.run import simulate
@@ -116,8 +115,8 @@ def measured(case: Case, words: Sequence[str], folder: Path) -> Measured:
     done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{case.name} ended with {done.returncode}: {done.stderr[-2000:]}")
-    summary, place = json.loads(done.stdout.splitlines()[-1]), JobFolder.of(config)
-    outcome = Outcome.read(place.result)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    outcome = Outcome.read(JobFolder.of(config).result)
     if outcome.end is not End.FINISHED or summary["lost"] or summary["duplicates"]:
         raise RuntimeError(f"{case.name}: {outcome.end}, {summary['lost']} lost, {summary['duplicates']} doubled")
     assert outcome.pace is not None
@@ -126,7 +125,7 @@ def measured(case: Case, words: Sequence[str], folder: Path) -> Measured:
         seconds=tuple(outcome.seconds[number] for number in sorted(outcome.seconds)),
         forecast_s=tuple(forecast_s(config, number, folder) for number in range(config.algorithm.iterations)),
         wall_s=outcome.wall_s,
-        moves=moves_of(place).summary(),
+        moves={key: summary[key] for key in ("moves", "switch_s", "switch_s_median")},
         late_share=outcome.pace.late_share,
         is_void=outcome.pace.is_void,
     )

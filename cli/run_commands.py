@@ -65,7 +65,8 @@ def _whole_run(request: RunRequest, form: Form) -> int:
     if form is Form.TABLE:
         print_tables(outcome, JobFolder.of(request.config))
     else:
-        print(written(jobs.summary_row(outcome), form))
+        moves = moves_of(JobFolder.of(request.config)).summary()
+        print(written({**jobs.summary_row(outcome), **moves}, form))
     return exit_code(outcome)
 
 
