@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -113,6 +114,29 @@ async def test_a_worker_that_stands_by_takes_a_gpu_and_gives_it_back_as_the_same
         assert (await port.workers(JOB), node.gate.is_held(held.gpu)) == ((STANDING_BY,), False)
     await port.stop_workers(JOB, "t3", [STANDING_BY])
     assert (await port.workers(JOB), node.deaths.empty()) == ((), True)
+
+
+async def test_a_start_that_is_cancelled_gives_the_gpus_back_that_it_took(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.workers.start([STANDING_BY])
+    took = asyncio.get_running_loop().create_future()
+    acquire = node.gate.acquire
+
+    def noted(held: Grant) -> object:
+        if not took.done():
+            took.set_result(held)
+        return acquire(held)
+
+    monkeypatch.setattr(node.gate, "acquire", noted)
+    # The process for n0/1 is still to be forked when n0/0 has a worker.
+    start = asyncio.create_task(node.workers.start([grant(), grant("n0/1")]))
+    assert await took == grant()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not node.gate.is_held(grant().gpu)
+    assert await node.instance.workers(JOB) == (STANDING_BY,)
 
 
 async def test_a_worker_that_stands_by_owns_no_time_of_the_slot(port: Port, node: Node) -> None:

@@ -95,17 +95,26 @@ class LocalWorkers:
     async def start(self, grants: Sequence[Grant]) -> None:
         """Returns when all are ready for calls.
 
-        StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError: then each worker is as before.
+        StaleToken, GateClosed, LaunchRefused, LauncherGone, WorkerGone or TimeoutError: then each worker is as before,
+        and also after a cancellation.
         """
-        outcomes = await asyncio.gather(*(self._start(grant) for grant in grants), return_exceptions=True)
+        starts = [asyncio.ensure_future(self._start(grant)) for grant in grants]
+        try:
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        except asyncio.CancelledError:
+            await self._undo(grants, await asyncio.gather(*starts, return_exceptions=True))
+            raise
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
-            for grant, outcome in zip(grants, outcomes, strict=True):
-                if outcome is _Outcome.STARTED:
-                    await self.stop([grant])
-                elif outcome is _Outcome.TOOK_GPU:
-                    await self.stand_down([grant])
+            await self._undo(grants, outcomes)
             raise failures[0]
+
+    async def _undo(self, grants: Sequence[Grant], outcomes: Sequence[_Outcome | BaseException]) -> None:
+        for grant, outcome in zip(grants, outcomes, strict=True):
+            if outcome is _Outcome.STARTED:
+                await self.stop([grant])
+            elif outcome is _Outcome.TOOK_GPU:
+                await self.stand_down([grant])
 
     async def stand_down(self, grants: Sequence[Grant]) -> None:
         """The workers give their GPUs back and become standbys. Returns when the gates are free.
