@@ -120,7 +120,7 @@ async def job_row(folder: JobFolder) -> Row:
         "iteration": found.status.iteration,
         "iterations": found.status.num_iterations,
         "reward": rows[-1]["reward_mean"] if rows else None,
-        "message": found.message,
+        "message": found.message.partition("\n")[0],
     }
 
 

@@ -79,6 +79,9 @@ def _chosen(folder: JobFolder, found: Moves, question: Question) -> Sequence[Lin
         )
         if not lines:
             raise BadUsage(f"no decision on record moved GPU {gpu}; `tidegate timeline` shows what it did")
+    if question == Question():
+        # What a policy decided says more than the starts and stops around its iterations.
+        lines = tuple(line for line in lines if line["iteration"] is not None and line["planned"]) or lines
     return lines[-MOST_SHOWN:]
 
 
@@ -127,8 +130,8 @@ def _outcome(line: Line, found: Moves) -> dict[str, Any] | None:
 
 
 def _text(row: dict[str, Any]) -> str:
-    where = "no iteration is open" if row["iteration"] is None else f"iteration {row['iteration']}"
-    lines = [f"{row['at']}  {where}: {row['choice']}"]
+    where = "" if row["iteration"] is None else f"iteration {row['iteration']}: "
+    lines = [f"{row['at']}  {where}{row['choice']}"]
     if (seen := row["situation"]) is not None:
         gpus = ", ".join(f"{name} {count}" for name, count in seen["gpus"].items() if count)
         lines.append(
@@ -150,13 +153,12 @@ def _text(row: dict[str, Any]) -> str:
         lines.append(f"  move {move['transition']}: {move['role']} {move['change']} {first_few(moved, most=8)}: {took}")
         if steps:
             lines.append(f"    {steps}")
-    lines.append(f"  {_outcome_text(row['outcome'])}")
+    if row["outcome"] is not None:
+        lines.append(f"  {_outcome_text(row['outcome'])}")
     return "\n".join(lines)
 
 
-def _outcome_text(outcome: dict[str, Any] | None) -> str:
-    if outcome is None:
-        return "what came of it: not known; nothing was forecast, or the iteration is not over"
+def _outcome_text(outcome: dict[str, Any]) -> str:
     ended = f"the iteration ended {outcome['actual_s']:.1f} s later"
     text = f"what came of it: {ended}, forecast {outcome['forecast_s']:.1f} s"
     if outcome["best_other_s"] is None:
