@@ -32,7 +32,7 @@ from tests.e2e.moving import (
     service,
     worker,
 )
-from tests.e2e.test_dynamic_sampling import replacing_job
+from tests.e2e.replacing import replacing_job
 from tidegate.types import Role
 
 pytestmark = pytest.mark.timeout(300)
