@@ -72,7 +72,7 @@ async def test_a_tracker_that_fails_changes_nothing_of_a_jobs_end(how: str, tmp_
     want = {"iterations": 2, "samples_generated": 64, "samples_trained": 64, "duplicates": 0, "lost": 0}
     assert {key: summary[key] for key in want} == want
     source, words = {
-        "stands still for ever": ("launcher", "tracker killed: some metrics may not be told"),
+        "stands still for ever": ("launcher", "tracker killed: some metrics may be missing"),
         "is killed": ("launcher", "process ended"),
         "cannot write": ("tracking", "it could not be opened: FileExistsError"),
     }[how]
