@@ -51,7 +51,7 @@ GOALS = {"tide_over_static": "<= 0.75", "tide_over_best_static": "<= 0.92", "tid
 SEARCHED = 200
 """The schedules of a clairvoyant search for each iteration."""
 PROMPT_TOKENS = 4
-"""Of the countdown task: `count from 7 :`."""
+"""The length of a prompt of the countdown task: `count from 7 :`."""
 
 
 @dataclass(frozen=True, slots=True)

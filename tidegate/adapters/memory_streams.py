@@ -214,7 +214,7 @@ class DurableConsumer(Generic[M]):
 
     @property
     def num_deliveries(self) -> int:
-        """Of all messages, to all clients of this consumer's name."""
+        """The deliveries of all messages, to all clients of this consumer's name."""
         return self._source.progress.num_deliveries
 
     def num_waiting(self) -> int:
