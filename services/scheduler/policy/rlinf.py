@@ -9,6 +9,8 @@ Invariants:
 - GPUs move when half of the sequences are done and after a minibatch, at no other time, and only to the actor.
   [test_policies: moves_after_minibatches_alone]
 - Each minibatch is answered once; the memory says which ones were. [test_rlinf_policy: answered_once]
+- The actor is told to stop while the minibatch is open. A command that came after it would find the next one begun.
+  [test_rlinf_policy: blocked_while_the_minibatch_is_open]
 - Inference gives all of its GPUs or none. [test_rlinf_policy: inference_gives_all]
 - GPUs that make no whole legal data-parallel copy stay without an owner, as in RLinf.
   [test_rlinf_policy: the_rest_is_stranded]
@@ -101,7 +103,10 @@ class RLinfPolicy:
             return self._pre_processed(situation, assigned, memory)
         training = situation.trainer.training
         num_done = training.num_minibatches_done
-        if not training.is_at_boundary or num_done <= memory.num_answered:
+        if not training.is_at_boundary:
+            reason = f"rlinf: the actor is blocked after minibatch {num_done + 1}, which is open"
+            return Choice(assigned, False, reason, memory)
+        if num_done <= memory.num_answered:
             return Choice(assigned, True, f"rlinf: as after minibatch {memory.num_answered}", memory)
         if situation.moving:
             reason = f"rlinf: minibatch {num_done} is done, {len(situation.moving)} GPUs are on their way"

@@ -194,7 +194,14 @@ def test_an_engine_goes_whole_for_half_of_its_gpus_and_the_rest_is_stranded() ->
 def test_between_two_minibatches_nothing_moves_whatever_is_idle() -> None:
     answered = begun(DP8, num_answered=1)
     choice = policy().choose(seen(SPEC, DP8, num_done=1, is_at_boundary=False, remembered=answered))
-    assert (choice.assignment, choice.trains, choice.memory) == (DP8, True, answered.own)
+    assert (choice.assignment, choice.memory) == (DP8, answered.own)
+
+
+def test_the_actor_is_blocked_while_the_minibatch_is_open_and_until_it_is_answered() -> None:
+    answered = begun(DP8, num_answered=1)
+    opened = policy().choose(seen(SPEC, DP8, num_done=1, is_at_boundary=False, remembered=answered))
+    before = policy().choose(seen(SPEC, DP8, num_done=1, remembered=answered))
+    assert (opened.trains, before.trains) == (False, True)
 
 
 def test_a_minibatch_is_answered_once_however_often_it_is_asked() -> None:
