@@ -61,6 +61,7 @@ from tidegate.lr.errors import TooManySkips
 from tidegate.lr.progress import LrLedger
 from tidegate.ports.bus import SampleDelivery, Stage
 from tidegate.runtime.cancellation import end_task
+from tidegate.runtime.keep_alive import keep_alive
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, redelivery_delay_s
 from tidegate.runtime.pictures import Pictures
 from tidegate.types import Grant, Role, SampleId
@@ -68,7 +69,6 @@ from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _FETCH_TIMEOUT_S = 5.0
-_KEEP_ALIVES_PER_ACK_WAIT = 3
 ZERO_STD = "zero_std"
 NONFINITE_UPDATE = "nonfinite_update"
 
@@ -259,7 +259,9 @@ class ActorLead(Lead):
         state = IterationState(plan, assembly, TrainingPicture(assembly, self._rates))
         pictures = Pictures(state.picture.paint, self.publish, self.pace)
         state.picture.note_change = pictures.note_change
-        keeping = asyncio.create_task(self._keep_alive(state), name="keep-alive")
+        keeping = asyncio.create_task(
+            keep_alive(state.held.values, ack_wait_s=self.job.config.runtime.ack_wait_s), name="keep-alive"
+        )
         try:
             async with pictures.updates():
                 await self._train_all(state)
@@ -474,14 +476,6 @@ class ActorLead(Lead):
         snapshot = await self._ranks.do(f"version {version}", write_shards)
         reference = await self._shelf.reference(snapshot)
         await self.publish(events_pb2.WeightsPublished(snapshot=snapshot, reference=reference))
-
-    async def _keep_alive(self, state: IterationState) -> None:
-        """Send in-progress acks for held groups, so that the stream does not deliver them again."""
-        while True:
-            await asyncio.sleep(self.job.config.runtime.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
-            held = list(state.held.values())
-            # A group whose ack fails is delivered again, and then dropped as a duplicate.
-            await asyncio.gather(*(delivery.in_progress() for delivery in held), return_exceptions=True)
 
 
 def _ids(samples: Sequence[samples_pb2.Sample]) -> list[SampleId]:

@@ -26,14 +26,13 @@ from tidegate.codec import decode_sample_id
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, SampleStream, Stage
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import WorkerGone, WorkerRefused
+from tidegate.runtime.keep_alive import keep_alive
 from tidegate.runtime.lead import redelivery_delay_s, rewards_of
 from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 _FETCH_TIMEOUT_S = 5.0
-_KEEP_ALIVES_PER_ACK_WAIT = 3
-"""Two may be late before the stream delivers a group in hand again."""
 
 Lost = Callable[[ScoringCopy, Exception], Awaitable[None]]
 """Told of the copy and the error that it died of."""
@@ -68,7 +67,9 @@ class Scoring:
 
     async def run(self) -> None:
         """Returns when all candidates are published."""
-        keeping = asyncio.create_task(self._keep_alive(), name="keep groups alive")
+        keeping = asyncio.create_task(
+            keep_alive(lambda: self._hand.deliveries, ack_wait_s=self.rules.ack_wait_s), name="keep groups alive"
+        )
         try:
             while not self.candidates.is_complete:
                 self.copies.changed.clear()
@@ -192,13 +193,6 @@ class Scoring:
         await self.samples.publish(Stage.SCORED, group)
         await delivery.ack()
         self.candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
-
-    async def _keep_alive(self) -> None:
-        """Sends in-progress acks for groups in hand, so that the stream does not deliver them again."""
-        while True:
-            await asyncio.sleep(self.rules.ack_wait_s / _KEEP_ALIVES_PER_ACK_WAIT)
-            # A group whose ack fails is delivered again, which the hand knows.
-            await asyncio.gather(*(each.in_progress() for each in self._hand.deliveries), return_exceptions=True)
 
 
 def _with_log_probs(
