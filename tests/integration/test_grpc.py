@@ -19,7 +19,7 @@ from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import MAX_MESSAGE_BYTES, RpcServer, Service, serve
 from tidegate.codec import WireError
 from tidegate.ownership.records import StaleToken, VersionConflict
-from tidegate.ports.rpc import NotSupported, PeerRefused, PeerUnavailable
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.channel import MAX_FRAME_BYTES
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -116,7 +116,6 @@ FAILURES: dict[str, tuple[Exception, str, str]] = {
     "a bad message": (WireError("Grant.gpu is missing"), "INVALID_ARGUMENT", "Grant.gpu is missing"),
     "an old token": (StaleToken("n0/1: 1.3 is older than 1.4"), "FAILED_PRECONDITION", "n0/1: 1.3 is older"),
     "a lost race": (VersionConflict("version 4, not 3"), "ABORTED", "version 4, not 3"),
-    "a call of a later release": (NotSupported("Migrate comes later"), "UNIMPLEMENTED", "Migrate comes later"),
     "a bug": (Unforeseen("index 3"), "INTERNAL", "Unforeseen: index 3"),
 }
 

@@ -34,7 +34,7 @@ from tidegate.ownership.records import (
     VersionConflict,
 )
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDeadLetter
-from tidegate.ports.rpc import NotSupported, PeerUnavailable
+from tidegate.ports.rpc import PeerUnavailable
 
 MAX_MESSAGE_BYTES = 257 * 2**20
 """One limit for a worker on this node and a worker on another node.
@@ -48,7 +48,6 @@ ERROR_METADATA = "tidegate-error"
 _TOOLS = ("grpc.health.", "grpc.reflection.")
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # a generated servicer raises this for a missing method
     StaleToken: grpc.StatusCode.FAILED_PRECONDITION,
     GpuBusy: grpc.StatusCode.FAILED_PRECONDITION,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 
-class NotSupported(Exception):
-    """The schema has the call, but this release does not support it. The text says what to use instead."""
-
-
 class PeerUnavailable(ConnectionError):
     """The peer gave no answer within the deadline. The outcome is unknown; a command may be sent again."""
 
