@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,8 @@ class TrainingPicture:
     closes_at_ms: int | None = None
     """The expected end of the update, by the wall clock, as the store's clock. None before one was measured, and before
     the last portion."""
+    now_s: Callable[[], float] = time.monotonic
+    """The clock of durations."""
     _busy_s: float = 0.0
     """The time of the portions so far."""
     _num_tokens: int = 0
@@ -60,13 +61,13 @@ class TrainingPicture:
             self.closes_at_ms = round((time.time() + expected_s) * 1000)
         if is_change:
             self.note_change()
-        started_s = asyncio.get_running_loop().time()
+        started_s = self.now_s()
         try:
             yield
         except BaseException:
             self.drop()
             raise
-        self._busy_s += asyncio.get_running_loop().time() - started_s
+        self._busy_s += self.now_s() - started_s
         self._num_tokens += num_tokens
         if is_last:
             self.rates.note(layout, num_tokens=self._num_tokens, seconds=self._busy_s)

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
+
+import pytest
 
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.rates import TrainingRates
 from services.actor.training_picture import TrainingPicture
+from tests.component_bench import ManualClock
 from tidegate.candidates import Candidates
 from tidegate.runtime.crew import WorkerGone
 from tidegate.types import Layout, MinibatchOrder
 
 
-async def test_an_interrupted_update_counts_for_no_rate() -> None:
+def opened(clock: ManualClock) -> TrainingPicture:
     assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
-    picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
+    return TrainingPicture(assembly, TrainingRates(assumed_s=0.0), now_s=clock.now)
+
+
+async def test_an_interrupted_update_counts_for_no_rate() -> None:
+    clock = ManualClock()
+    picture = opened(clock)
     with suppress(WorkerGone), picture.in_portion(Layout(), 10, is_last=True):
+        clock.now_s += 100.0
         assert not (await picture.paint()).is_at_boundary
         raise WorkerGone("a rank died")
     painted = await picture.paint()
     assert (list(painted.measured), painted.is_at_boundary) == ([], True)
     with picture.in_portion(Layout(), 10, is_last=True):
-        pass
-    assert len((await picture.paint()).measured) == 1
+        clock.now_s += 2.0
+    (measured,) = (await picture.paint()).measured
+    assert measured.rate_tokens_per_s == pytest.approx(10 / 2.0)
 
 
 async def test_the_time_in_which_a_minibatch_waits_for_groups_counts_for_no_rate() -> None:
-    assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
-    picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
+    clock = ManualClock()
+    picture = opened(clock)
     with picture.in_portion(Layout(), 10, is_last=False):
-        await asyncio.sleep(0.01)
+        clock.now_s += 1.0
     painted = await picture.paint()
     assert (painted.is_at_boundary, list(painted.measured)) == (False, [])
-    await asyncio.sleep(0.3)
-    with picture.in_portion(Layout(), 10, is_last=True):
-        await asyncio.sleep(0.01)
+    clock.now_s += 300.0
+    with picture.in_portion(Layout(), 30, is_last=True):
+        clock.now_s += 3.0
     (measured,) = (await picture.paint()).measured
-    assert measured.rate_tokens_per_s > 20 / 0.3
+    assert measured.rate_tokens_per_s == pytest.approx((10 + 30) / (1.0 + 3.0))
 
 
 async def test_the_end_of_an_update_is_foretold_only_in_its_last_portion() -> None:
-    assembly = MinibatchAssembly(Candidates(0, 4, 0), num_minibatches=2, order=MinibatchOrder.FIXED)
-    picture = TrainingPicture(assembly, TrainingRates(assumed_s=0.0))
+    clock = ManualClock()
+    picture = opened(clock)
     with picture.in_portion(Layout(), 10, is_last=True):
         assert not (await picture.paint()).HasField("closes_at_ms")
-        await asyncio.sleep(0.01)
+        clock.now_s += 0.01
     with picture.in_portion(Layout(), 10, is_last=False):
         assert not (await picture.paint()).HasField("closes_at_ms")
     with picture.in_portion(Layout(), 10, is_last=True):
