@@ -4,10 +4,13 @@ A copy has the layout's tp * pp * cp ranks: consecutive members in the component
 replicas. A copy does one call at a time, on all its ranks. What it has begun it ends, also where nobody waits for the
 result any more: ranks of which only some got a call would wait for each other.
 
+A copy whose ranks stand by together is still in its world, with its model built: it needs only weights to work again.
+
 Invariants:
 - A copy that leaves finishes its batch and gets no other. [test_copies: leaves_in_the_middle_of_its_batch]
 - The death of a rank costs its copy and no other. [test_copies: copy_that_dies_in_the_middle]
 - A copy takes part once it holds the newest weights that the lead knows. [test_copies: comes_in_the_middle]
+- A copy that comes back as it left forms no world and builds no model. [test_standby_copies: only_loads_weights]
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.inference.worlds import Worlds
 from tidegate.codec import encode_layout
+from tidegate.config.job_config import JobConfig
 from tidegate.runtime.cancellation import end_task
-from tidegate.runtime.crew import Crew, WorkerGone, together
-from tidegate.types import Grant, Layout
+from tidegate.runtime.crew import Crew, WorkerGone, WorkerRefused, together
+from tidegate.types import Grant, Layout, Role
 from tidegate.v1 import samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -60,6 +65,20 @@ class ScoringCopy:
         return ", ".join(grant.gpu for grant in self.grants)
 
 
+@dataclass(frozen=True, slots=True)
+class ScorerBuild:
+    """What the ranks of each copy build. `layout` is one copy's. `timeout_s` is that of the copy's torch world."""
+
+    layout: Layout
+    config_json: str
+    timeout_s: float
+
+    @classmethod
+    def of(cls, config: JobConfig) -> ScorerBuild:
+        layout = replace(config.layout(Role.INFERENCE), dp=1)
+        return cls(layout, config.to_json(), config.runtime.collective_timeout_s)
+
+
 def cut_into_copies(members: Sequence[Grant], layout: Layout) -> list[tuple[Grant, ...]]:
     """The grants of each copy. Members that do not fill the last one are left out."""
     size = layout.num_ranks // layout.dp
@@ -69,8 +88,10 @@ def cut_into_copies(members: Sequence[Grant], layout: Layout) -> list[tuple[Gran
 class Copies:
     """The copies that work. `changed` is set after each change that may free a copy for a batch."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, build: ScorerBuild) -> None:
         self._crew = crew
+        self._build = build
+        self._worlds = Worlds()
         self._copies: list[ScoringCopy] = []
         self.changed = asyncio.Event()
 
@@ -103,18 +124,61 @@ class Copies:
             self._crew.forget(grant)
         self.changed.set()
 
-    async def form(self, copy: ScoringCopy, *, layout: Layout, config_json: str, timeout_s: float) -> None:
-        """The copy's workers, which run, join its world."""
-        seats = await self._crew.rendezvous(copy.grants, timeout_s=timeout_s)
-        alone = encode_layout(replace(layout, dp=1))
-        await self._crew.ask_all(
-            {
-                grant: wire.WorkerCall(
-                    start_scorer=wire.StartScorer(rendezvous=seat, layout=alone, config_json=config_json)
-                )
-                for grant, seat in zip(copy.grants, seats, strict=True)
-            }
-        )
+    async def form(self, copy: ScoringCopy) -> None:
+        """The copy's workers, which run, are at work in its world: they join it, unless they are in it still."""
+        if await self._wakes(copy):
+            return
+        starts = await self._joining(copy.grants)
+        await self._crew.ask_all({grant: wire.WorkerCall(start_scorer=start) for grant, start in starts.items()})
+
+    async def put_to_rest(self, grant: Grant) -> wire.Started:
+        """The worker releases its weights and stays in its world.
+
+        A worker in no world builds the model in one of its own, where copies have one rank. Else its copy is not known
+        yet: it has its process, its imports and its device.
+        """
+        if (world := self._worlds.of(grant.gpu)) is not None:
+            try:
+                return await self._rest(grant, wire.StartScorer(world=world.name))
+            except WorkerRefused:
+                # The worker of the lead's records has died, and this is another.
+                self._worlds.forget([grant.gpu])
+        if self._build.layout.num_ranks > 1:
+            return await self._rest(grant, wire.StartScorer(config_json=self._build.config_json))
+        return await self._rest(grant, (await self._joining([grant]))[grant])
+
+    def note_stopped(self, grants: Iterable[Grant]) -> None:
+        """These workers ended."""
+        self._worlds.forget(grant.gpu for grant in grants)
+
+    async def _wakes(self, copy: ScoringCopy) -> bool:
+        world = self._worlds.shared_by([grant.gpu for grant in copy.grants])
+        if world is None:
+            return False
+        call = wire.WorkerCall(start_scorer=wire.StartScorer(world=world.name))
+        try:
+            await self._crew.ask_all(dict.fromkeys(copy.grants, call))
+        except WorkerRefused:
+            # As in `put_to_rest`. The ranks that did not refuse leave the world when they form the next one.
+            self._worlds.forget(world.gpus)
+            return False
+        return True
+
+    async def _joining(self, grants: Sequence[Grant]) -> dict[Grant, wire.StartScorer]:
+        """What brings each of these workers, in rank order, into a new world of theirs."""
+        seats = await self._crew.rendezvous(grants, timeout_s=self._build.timeout_s)
+        world = self._worlds.form(grants)
+        layout = encode_layout(self._build.layout)
+        return {
+            grant: wire.StartScorer(
+                rendezvous=seat, layout=layout, config_json=self._build.config_json, world=world.name
+            )
+            for grant, seat in zip(grants, seats, strict=True)
+        }
+
+    async def _rest(self, grant: Grant, start: wire.StartScorer) -> wire.Started:
+        start.stands_by = True
+        return (await self._crew.ask(grant, wire.WorkerCall(start_scorer=start))).started
 
     async def load(self, copy: ScoringCopy, weights: Weights) -> None:
         """Loads the weights, after the copy's batch. WorkerGone, SnapshotMismatch and others."""

@@ -4,11 +4,15 @@ The lead acknowledges a group after its scored form is on the stream. A new lead
 Each data-parallel copy scores batches of its own (`copies`, `scoring`). Copies come and go beside other commands and
 while an iteration is open: a start of copies and the last batch of those that leave are tasks of their own.
 
+Under a policy that moves GPUs, the ranks of a copy that leaves stand by, and a worker stands by on each other slot that
+the inference may get (`tidegate.runtime.standbys`).
+
 Invariants:
 - A group is scored by the version from which it was drawn. [test_lead: drawn_from_another_version_is_dead_lettered]
 - A group is published whole and once. [test_lead: neither_scored_nor_published_again]
 - A start of copies delays no other command. [test_copies: start_of_a_copy_delays_no_other_command]
 - A stop under an older grant ends no start. [test_copies: stop_under_an_older_grant]
+- A copy that did not end its batch does not stand by. [test_standby_copies: hangs_as_it_leaves]
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from services.inference.copies import Copies, ScoringCopy, Weights, cut_into_copies
+from services.inference.copies import Copies, ScorerBuild, ScoringCopy, Weights, cut_into_copies
 from services.inference.rates import ScoringRate
 from services.inference.scoring import Scoring, ScoringRules
 from tidegate.candidates import Candidates
@@ -27,6 +31,7 @@ from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import WorkerGone, WorkerUnreachable, together
 from tidegate.runtime.lead import Command, CommandRefused, Lead, LeadTools, layout_of
 from tidegate.runtime.pictures import Pictures
+from tidegate.runtime.standbys import StandbyRules, Standbys
 from tidegate.types import Grant, MinibatchOrder, Role
 from tidegate.v1 import commands_pb2, events_pb2, types_pb2
 
@@ -38,9 +43,18 @@ class InferenceLead(Lead):
         self._weights: Weights | None = None
         """The newest that a command named."""
         self._rate = ScoringRate()
-        self._copies = Copies(self.crew)
+        config = self.job.config
+        self._copies = Copies(self.crew, ScorerBuild.of(config))
+        rules = StandbyRules(
+            Role.INFERENCE,
+            slots=config.slots(Role.INFERENCE) if config.scheduler.moves_gpus else (),
+            budget_bytes=config.inference.standby_memory_mib << 20,
+        )
+        self._standbys = Standbys(self.crew, rules, self._copies.put_to_rest)
         self._starts: dict[asyncio.Task[None], tuple[Grant, ...]] = {}
         self._departures: set[asyncio.Task[None]] = set()
+        self._leaving: list[ScoringCopy] = []
+        """The copies that have ended their last batch and are not released yet."""
 
     def check(self, command: Command) -> None:
         super().check(command)
@@ -54,6 +68,7 @@ class InferenceLead(Lead):
         await super().aclose()
         for task in (*self._starts, *self._departures):
             await end_task(task)
+        await self._standbys.aclose()
         await self._copies.aclose()
 
     async def scale_up(self, request: commands_pb2.ScaleUpRequest) -> None:
@@ -73,24 +88,20 @@ class InferenceLead(Lead):
             coming = set(decode_grants(request.grants))
             cuts = cut_into_copies(decode_grants(request.members), layout_of(request))
             copies = [ScoringCopy(grants) for grants in cuts if coming.issuperset(grants)]
-            await self.crew.start(decode_grants(request.grants), transition=request.header.transition_id)
-            await together(self._form(copy, request) for copy in copies)
+            grants = decode_grants(request.grants)
+            await self._standbys.until_none_starts(grants)
+            await self.crew.start(grants, transition=request.header.transition_id)
+            self._standbys.note_taken(grants)
+            await together(self._copies.form(copy) for copy in copies)
             # Another version may be named meanwhile.
             while self._weights is not None and any(copy.held is not self._weights for copy in copies):
                 weights = self._weights
                 await together(self._copies.load(copy, weights) for copy in copies if copy.held is not weights)
             self._copies.add(copies)
             await self.announce_layout(request)
+            self._fill_standbys()
         except Exception as error:  # noqa: BLE001 - the edge: every error of a start becomes a Failed event
             await self.fail(f"ScaleUp {request.header.id}", error, grants=request.grants)
-
-    async def _form(self, copy: ScoringCopy, request: commands_pb2.ScaleUpRequest) -> None:
-        await self._copies.form(
-            copy,
-            layout=layout_of(request),
-            config_json=request.config_json,
-            timeout_s=self.job.config.runtime.collective_timeout_s,
-        )
 
     async def _end_starts(self, grants: Iterable[Grant]) -> None:
         """Ends the starts under these grants and older ones. Copies that work are announced all the same."""
@@ -119,12 +130,34 @@ class InferenceLead(Lead):
 
     async def _depart(self, request: commands_pb2.ScaleDownRequest, leaving: Sequence[ScoringCopy]) -> None:
         await self._copies.until_done(leaving, timeout_s=self.job.config.runtime.command_deadline_s)
+        # A copy that has lost a rank is no copy any more.
+        ended = [copy for copy in leaving if copy in self._copies.all and not copy.is_busy]
+        self._leaving += ended
         for copy in leaving:
             self._copies.remove(copy)
         try:
             await super().scale_down(request)
         except Exception as error:  # noqa: BLE001 - the edge: every error of a command becomes a Failed event
             await self._report_failure(request, error)
+        finally:
+            self._leaving = [copy for copy in self._leaving if copy not in ended]
+
+    async def let_go(self, grants: Sequence[Grant], *, transition: str) -> int:
+        """Copies that have ended their last batch stand by, where they may. Other workers end."""
+        able = [copy for copy in self._leaving if set(copy.grants) <= set(grants)]
+        held = await asyncio.gather(*(self._standbys.stand_down(copy.grants) for copy in able))
+        stood_down = {grant for copy, num in zip(able, held, strict=True) if num is not None for grant in copy.grants}
+        held_bytes = sum(num for num in held if num is not None)
+        rest = [grant for grant in grants if grant not in stood_down]
+        if rest:
+            held_bytes += await super().let_go(rest, transition=transition)
+            self._copies.note_stopped(rest)
+        return held_bytes
+
+    def _fill_standbys(self) -> None:
+        leaving = {grant.gpu for copy in self._leaving for grant in copy.grants}
+        coming = {grant.gpu for grants in self._starts.values() for grant in grants}
+        self._standbys.fill(taken={grant.gpu for grant in self.crew.members} | leaving | coming)
 
     async def load_weights(self, request: commands_pb2.LoadWeightsRequest) -> None:
         self._meet(request.header.members)
@@ -136,6 +169,7 @@ class InferenceLead(Lead):
         if lost and not self._copies.all:
             raise WorkerGone(str(lost[0]))
         await self.publish(events_pb2.WeightsLoaded(version=request.weights.version, checksum=request.weights.checksum))
+        self._fill_standbys()
 
     def _meet(self, members: Sequence[types_pb2.Grant]) -> None:
         """Forms the copies that an earlier lead left: those whose ranks all live. `members` are in rank order."""
@@ -192,6 +226,9 @@ class InferenceLead(Lead):
             held = [copy.version for copy in self._copies.all if copy.version is not None]
             before = min([self._weights.policy.version, *held])
             await self.crew.drop_snapshots(before_version=before, keep=self.versions_to_keep)
+        if self.crew.standbys:
+            await self.crew.forget_dead()
+        self._fill_standbys()
 
     async def _report_lost(self, copy: ScoringCopy, error: Exception) -> None:
         """A death is its instance's to report. Of a copy that is late, or refuses its batch, only the lead knows."""

@@ -7,13 +7,14 @@ Invariants:
 - A sample's bits do not depend on other groups. [test_scorer: bits_do_not_depend_on_the_groups]
 - In the actor's layout and padding, the log-probabilities have the bits of the actor's own forward pass, which runs the
   same code. [test_scorer: are_the_actors_to_the_bit]
+- After a rest, a scorer that has loaded weights again gives the same bits. [test_standby: same_bits_after_a_rest]
 - Under a pace a scoring lasts as long as that of the busiest replica, with the same bits.
   [test_paced_workers: scoring_lasts]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,7 @@ from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.state.files import StateFiles
 from tidegate.megatron.batching import BatchLimits, TokenBatch, cut, deal, pad
+from tidegate.megatron.gpt_chunks import drop_cached_positions
 from tidegate.megatron.gpt_provider import DTYPES, GptProvider
 from tidegate.megatron.log_probs import forward_log_probs
 from tidegate.megatron.parallel import ParallelRanks
@@ -50,8 +52,31 @@ class ScorerSettings:
 
 @dataclass(slots=True)
 class _Policy:
+    """The model of one policy. `version`: None while it has no weights."""
+
     chunks: Sequence[torch.nn.Module]
-    version: int
+    version: int | None = None
+
+    def release(self) -> None:
+        """Free the memory of the weights. The modules keep their shapes and groups."""
+        self.version = None
+        for storage, _ in self._storages():
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Have memory for the weights, all 0, as the vocabulary's padding is, which no snapshot has."""
+        for storage, size_bytes in self._storages():
+            if not storage.nbytes():
+                storage.resize_(size_bytes)
+        with torch.no_grad():
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    parameter.zero_()
+
+    def _storages(self) -> Iterator[tuple[torch.UntypedStorage, int]]:
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                yield parameter.untyped_storage(), parameter.numel() * parameter.element_size()
 
 
 @dataclass(slots=True)
@@ -66,6 +91,7 @@ class MegatronScorer:
     _mesh: Mesh = field(init=False)
     _policy: _Policy | None = field(default=None, init=False)
     _reference: _Policy | None = field(default=None, init=False)
+    """Each is None before it is built."""
 
     def __post_init__(self) -> None:
         self._provider = GptProvider(
@@ -75,18 +101,28 @@ class MegatronScorer:
 
     def load(self, files: StateFiles, *, version: int, reference: bool) -> None:
         """Load a version's weights, as the policy or as the reference. Raises as `StateFiles.read`."""
-        held = self._reference if reference else self._policy
-        chunks, me = held.chunks if held else self._build(), dist.get_rank()
+        held = (self._reference if reference else self._policy) or self._build()
+        if held.version is None:
+            held.restore()
+        me = dist.get_rank()
         targets = {
             (name, StateKind.WEIGHT): tensor.detach().view(-1)
-            for name, tensor in self._provider.local_parameters(chunks, self._mesh, me)
+            for name, tensor in self._provider.local_parameters(held.chunks, self._mesh, me)
         }
         files.read(parameters=self._provider.parameters(), state=State(self._mesh), me=me, targets=targets)
-        loaded = _Policy(chunks, version)
+        held.version = version
         if reference:
-            self._reference = loaded
+            self._reference = held
         else:
-            self._policy = loaded
+            self._policy = held
+
+    def rest(self) -> None:
+        """Build the policy's model, if there is none, and free the memory of all weights. `load` brings them back."""
+        self._policy = self._policy or self._build()
+        for each in (self._policy, self._reference):
+            if each is not None:
+                each.release()
+        drop_cached_positions()
 
     @property
     def version(self) -> int | None:
@@ -95,7 +131,7 @@ class MegatronScorer:
 
     @property
     def has_reference(self) -> bool:
-        return self._reference is not None
+        return self._reference is not None and self._reference.version is not None
 
     def policy_log_probs(self, groups: Sequence[Sequence[Sequence[int]]]) -> LogProbs:
         """The log-probabilities of this replica's sequences, on its last stage; {} on other stages.
@@ -108,16 +144,14 @@ class MegatronScorer:
         """The same as `policy_log_probs`, under the reference policy."""
         return self._log_probs(self._reference, groups, "reference")
 
-    def _build(self) -> Sequence[torch.nn.Module]:
+    def _build(self) -> _Policy:
         chunks = self._provider.build(self._mesh, dist.get_rank(), self.ranks.groups, device=self.device)
-        # Initialise the vocabulary's padding, which no snapshot has.
-        self._provider.initialise(chunks, self._mesh, dist.get_rank(), seed=0)
         # Do not freeze the weights, though nothing here computes gradients: Megatron takes another path for weights
         # without gradients, with other bits than the actor's (seen in tp2 for a batch of one sequence).
-        return [chunk.eval() for chunk in chunks]
+        return _Policy([chunk.eval() for chunk in chunks])
 
     def _log_probs(self, policy: _Policy | None, groups: Sequence[Sequence[Sequence[int]]], which: str) -> LogProbs:
-        if policy is None:
+        if policy is None or policy.version is None:
             raise ValueError(f"the inference has no {which} weights; load a version first")
         rows: list[tuple[int, tuple[int, ...]]] = []
         for number, sequences in enumerate(groups):

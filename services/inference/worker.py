@@ -2,8 +2,18 @@
 
 Every rank of the world gets every `Score` call with all groups, and answers only with the samples that it computed.
 
-Invariant: a group is scored only by the version from which it was drawn.
-[test_lead: drawn_from_another_version_is_dead_lettered]
+A worker is in one of three states:
+1. In no world: it has its process, its imports and the device of its slot.
+2. At rest in a copy's world: it has the model without weights.
+3. At work in a copy's world.
+
+`StartScorer` brings it from any of them to 2 or 3. A rank that stays in its world needs only a load to work again.
+
+Invariants:
+- A group is scored only by the version from which it was drawn.
+  [test_lead: drawn_from_another_version_is_dead_lettered]
+- A scorer at work is not started again in the same world. [test_standby: second_start_in_a_row]
+- A refused start changes nothing. [test_standby: second_start_in_a_row]
 """
 
 from __future__ import annotations
@@ -12,13 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+import torch
 
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.batching import BatchLimits
-from tidegate.megatron.worker_rank import join_world
+from tidegate.megatron.worker_rank import WorkerWorlds
+from tidegate.runtime.free_memory import return_free_memory
 from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
@@ -31,7 +43,9 @@ class ScorerWorker:
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
+        self._worlds = WorkerWorlds(channel)
         self._scorer: MegatronScorer | None = None
+        self._is_at_work = False
 
     def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
         match call.WhichOneof("body"):
@@ -47,12 +61,36 @@ class ScorerWorker:
                 )
 
     def _start(self, call: wire.WorkerCall) -> Answer:
-        if self._scorer is not None:
-            raise CallRefused("the scorer is started already")
         start = call.start_scorer
+        if not (start.world or start.stands_by):
+            raise CallRefused("a scorer works in the world of its copy: name it")
+        if start.world == self._worlds.name and self._is_at_work and not start.stands_by:
+            raise CallRefused(f"the scorer is started already, in the world {start.world}")
+        if start.world != self._worlds.name or not start.world:
+            self._change_world(start)
+        self._is_at_work = not start.stands_by
+        if start.stands_by and self._scorer is not None:
+            self._scorer.rest()
+            return_free_memory()
+        memory = psutil.Process().memory_info()
+        started = wire.Started(
+            memory_bytes=memory.rss - (memory.shared if start.stands_by else 0),
+            detail=str(self._scorer.ranks) if self._scorer else "",
+            held_bytes=_held_bytes() if start.stands_by else 0,
+        )
+        return Answer(call.call_id, started)
+
+    def _change_world(self, start: wire.StartScorer) -> None:
+        if start.world and not start.HasField("rendezvous"):
+            here = f"in the world {self._worlds.name}" if self._worlds.name else "in no world"
+            raise CallRefused(f"this worker is {here}, not in {start.world}: name a rendezvous to all of its copy")
         job = load_job(JobConfig.from_json(start.config_json))
+        self._scorer = None
+        self._worlds.leave()
         place = take_slot(job.config.cluster, self._channel.grant.gpu)
-        ranks = join_world(start.rendezvous, start.layout, self._channel, place=place, seed=job.config.seed)
+        if not start.world:
+            return
+        ranks = self._worlds.join(start.world, start.rendezvous, start.layout, place=place, seed=job.config.seed)
         settings = ScorerSettings(
             model=job.model,
             padded_vocab=job.padded_vocab,
@@ -63,7 +101,6 @@ class ScorerWorker:
         self._scorer = MegatronScorer(
             settings, ranks, place.device, Pacer.of(job.config.cluster, self._channel.clock.count)
         )
-        return Answer(call.call_id, wire.Started(memory_bytes=psutil.Process().memory_info().rss, detail=str(ranks)))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
         scorer, shards = self._started(), call.load_shards
@@ -89,9 +126,17 @@ class ScorerWorker:
         return Answer(call.call_id, wire.Scored(groups=_with_own_samples(groups, policy, reference)))
 
     def _started(self) -> MegatronScorer:
-        if self._scorer is None:
+        if self._scorer is None or not self._is_at_work:
             raise CallRefused("the scorer is not started; send StartScorer first")
         return self._scorer
+
+
+def _held_bytes() -> int:
+    """The device memory that torch has in this process, after it has given back what nothing uses."""
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _with_own_samples(

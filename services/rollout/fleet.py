@@ -11,28 +11,26 @@ An engine leaves in these steps:
 2. It hands over its unfinished responses.
 3. It frees its memory, and its worker stands by. Where it must not stand by, it ends.
 
-A worker that stands by has no token: it holds no gate and owns no slot's time.
+`tidegate.runtime.standbys` says which workers stand by.
 
 Invariants:
 - An engine at work holds the version that was last loaded. [test_fleet: loads_the_version_that_came_meanwhile]
 - An engine that leaves is asked to hand over until it holds no request. [test_moves: hands_its_unfinished]
-- A standby that exceeds its memory budget is ended, and its slot starts cold. [test_fleet: takes_too_much_memory]
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import structlog
 
 from services.rollout.generation_state import EngineSlot
 from tidegate.codec import decode_grants
 from tidegate.config.job_config import JobConfig
-from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerRefused
-from tidegate.types import NO_TOKEN, GpuId, Grant, Role
+from tidegate.runtime.standbys import StandbyRules, Standbys
+from tidegate.types import Grant, Role
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -52,26 +50,22 @@ class Fleet:
         self._crew = crew
         self._config_json = config.to_json()
         may_come_back = bool(config.rollout.standby) or config.scheduler.moves_gpus
-        self._standby_slots = config.slots(Role.ROLLOUT) if may_come_back else ()
-        self._standby_bytes = config.rollout.standby_memory_mib << 20
+        rules = StandbyRules(
+            Role.ROLLOUT,
+            slots=config.slots(Role.ROLLOUT) if may_come_back else (),
+            budget_bytes=config.rollout.standby_memory_mib << 20,
+        )
+        self._standbys = Standbys(crew, rules, self._put_to_rest)
         self._incarnation = incarnation
         self._wanted: types_pb2.Snapshot | None = None
         self._starting: dict[str, int | None] = {}
         """The GPUs of engines that come, with the version that they load."""
         self._leaving: dict[Grant, EngineSlot | None] = {}
         """Grants that are being released, with the engines that were at work on them."""
-        self._standing_by: dict[str, asyncio.Task[None]] = {}
-        """The starts of workers that will stand by."""
-        self._being_built = ""
-        """The GPU of the one among them that is under way."""
-        self._built: set[str] = set()
-        self._too_large: set[str] = set()
-        self._turn = asyncio.Lock()
         self._log = structlog.get_logger("fleet")
 
     async def aclose(self) -> None:
-        for task in list(self._standing_by.values()):
-            await end_task(task)
+        await self._standbys.aclose()
 
     def at_work(self, version: int) -> list[EngineSlot]:
         """The engines that hold the version."""
@@ -95,7 +89,7 @@ class Fleet:
         grants = [grant for grant in decode_grants(request.grants) if not self._is_at_work(grant)]
         self._starting |= dict.fromkeys((grant.gpu for grant in grants), None)
         try:
-            await self._until_no_standby_begins(grants)
+            await self._standbys.until_none_starts(grants)
             # Nobody knows how far their start came, which an earlier lead began.
             if begun := [grant for grant in grants if grant in self._crew.members]:
                 await self._crew.stop(begun, transition=transition)
@@ -107,9 +101,9 @@ class Fleet:
             for grant in grants:
                 self.slots[grant.gpu] = EngineSlot(grant, version)
         finally:
+            self._standbys.note_taken(grants)
             for grant in grants:
                 self._starting.pop(grant.gpu, None)
-                self._built.discard(grant.gpu)
 
     async def load(self, snapshot: types_pb2.Snapshot, members: Sequence[Grant]) -> None:
         """Load a version on all engines at work. Those that come load it before they are at work.
@@ -157,26 +151,19 @@ class Fleet:
         they may; without a transition none does, because something is wrong with it."""
         able = [grant for grant in grants if transition and self._leaving.get(grant) is not None]
         try:
-            outcomes = await asyncio.gather(*(self._stand_down(grant) for grant in able))
-            stood_down = {grant for grant, has in zip(able, outcomes, strict=True) if has}
-            rest = [grant for grant in grants if grant not in stood_down]
-            return await self._crew.stop(rest, transition=transition) if rest else 0
+            held = await asyncio.gather(*(self._standbys.stand_down([grant]) for grant in able))
+            held_bytes = {grant: num for grant, num in zip(able, held, strict=True) if num is not None}
+            rest = [grant for grant in grants if grant not in held_bytes]
+            stopped_bytes = await self._crew.stop(rest, transition=transition) if rest else 0
+            return stopped_bytes + sum(held_bytes.values())
         finally:
             for grant in grants:
                 self._leaving.pop(grant, None)
 
     def fill_standbys(self) -> None:
-        """Have a worker stand by on each slot that the rollout may get and does not have. One starts at a time."""
+        """Have a worker stand by on each slot that the rollout may get and does not have."""
         taken = {grant.gpu for grant in (*self._crew.members, *self._leaving)} | self._starting.keys()
-        standing_by = {grant.gpu for grant in self._crew.standbys} & self._built
-        for gpu in self._standby_slots:
-            if gpu not in taken | standing_by | self._too_large | self._standing_by.keys():
-                task = asyncio.create_task(self._stand_by(gpu), name=f"stand by on {gpu}")
-                self._standing_by[gpu] = task
-                task.add_done_callback(partial(self._forget_begun, gpu))
-
-    def _forget_begun(self, gpu: str, _: asyncio.Task[None]) -> None:
-        del self._standing_by[gpu]
+        self._standbys.fill(taken=taken)
 
     def _is_at_work(self, grant: Grant) -> bool:
         slot = self.slots.get(grant.gpu)
@@ -195,63 +182,10 @@ class Fleet:
             await self._crew.load(wanted, grants)
             loaded = wanted
 
-    async def _stand_down(self, grant: Grant) -> bool:
-        """Whether the engine stands by now, within its budget."""
-        if grant.gpu not in self._standby_slots or grant.gpu in self._too_large:
-            return False
-        try:
-            size_bytes = await self._put_to_rest(grant)
-            if self._is_over_budget(grant.gpu, size_bytes):
-                return False
-            await self._crew.stand_down([grant])
-        except Exception as error:  # noqa: BLE001 - the edge: a worker that does not stand down is ended
-            self._log.warning("did not stand down", gpu=grant.gpu, error=str(error))
-            return False
-        self._built.add(grant.gpu)
-        return True
-
-    async def _stand_by(self, gpu: GpuId) -> None:
-        grant = Grant(gpu, NO_TOKEN)
-        async with self._turn:
-            self._being_built = gpu
-            try:
-                if grant not in self._crew.standbys:
-                    await self._crew.start([grant], transition="")
-                size_bytes = await self._put_to_rest(grant)
-                if self._is_over_budget(gpu, size_bytes):
-                    await self._crew.stop([grant], transition="")
-                    return
-            except Exception as error:  # noqa: BLE001 - the edge: a slot without a standby starts cold
-                self._log.warning("standby did not start", gpu=gpu, error=str(error))
-                return
-            finally:
-                self._being_built = ""
-        self._built.add(gpu)
-        self._log.info("engine stands by", gpu=gpu, memory_bytes=size_bytes)
-
-    async def _put_to_rest(self, grant: Grant) -> int:
-        """Build the engine, if there is none, without the memory that it needs at work. Returns the worker's memory."""
+    async def _put_to_rest(self, grant: Grant) -> wire.Started:
+        """Build the engine, if there is none, without the memory that it needs at work."""
         rest = wire.WorkerCall(start_engine=wire.StartEngine(config_json=self._config_json, stands_by=True))
-        return (await self._crew.ask(grant, rest)).started.memory_bytes
-
-    def _is_over_budget(self, gpu: str, size_bytes: int) -> bool:
-        if size_bytes <= self._standby_bytes:
-            return False
-        remedy = f"raise rollout.standby_memory_mib above {size_bytes >> 20}"
-        self._log.warning("standby ended", gpu=gpu, memory_bytes=size_bytes, remedy=remedy)
-        self._too_large.add(gpu)
-        return True
-
-    async def _until_no_standby_begins(self, grants: Sequence[Grant]) -> None:
-        """Two starts on one slot would race. A standby that is being built is waited for: the engine is soon warm."""
-        for grant in grants:
-            task = self._standing_by.get(grant.gpu)
-            if task is None:
-                continue
-            if self._being_built == grant.gpu:
-                await asyncio.wait([task])
-            else:
-                await end_task(task)
+        return (await self._crew.ask(grant, rest)).started
 
 
 def _age(snapshot: types_pb2.Snapshot) -> tuple[int, int]:

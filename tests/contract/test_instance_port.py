@@ -165,6 +165,13 @@ async def test_a_worker_that_was_started_with_a_gpu_may_stand_by(port: Port, nod
     elsewhere.close()
 
 
+async def test_no_standby_starts_beside_a_worker_that_has_the_gpu(node: Node) -> None:
+    await node.workers.start([grant()])
+    with pytest.raises(GateClosed, match=r"n0/0 has a worker under 1\.1, which hangs or still ends"):
+        await node.workers.start([STANDING_BY])
+    assert await node.instance.workers(JOB) == (grant(),)
+
+
 async def test_the_death_of_a_worker_that_took_a_gpu_frees_it(port: Port, node: Node) -> None:
     await port.start_workers(JOB, "t1", [STANDING_BY])
     await port.start_workers(JOB, "t1", [grant()])

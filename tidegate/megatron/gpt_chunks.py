@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,6 +69,15 @@ def build_chunks(
         model.rotary_pos_emb.inv_freq = inverse_frequencies(config).to(device)
         chunks.append(model.to(device))
     return chunks
+
+
+def drop_cached_positions() -> None:
+    """Free what all chunks of this process have computed of positions. It is computed again when it is needed.
+
+    Megatron keeps it by module (rotary_pos_embedding.py:177), so it keeps the modules of dropped chunks and their
+    groups' connections too.
+    """
+    RotaryEmbedding.forward.cache_clear()
 
 
 def sequence_parallel(config: ModelConfig, mesh: Mesh) -> bool:

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from tidegate.elastic.epoch.backends import agreed_backend
 from tidegate.elastic.epoch.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
@@ -44,6 +45,8 @@ class Rendezvous:
     """The device that this rank's slot stands for on a CPU; ranks of one name share it. None: it shares none."""
     listen_fd: int | None = None
     """Rank 0's listening socket on (host, port), which the store takes over. None: rank 0 binds its own."""
+    store: Store | None = None
+    """The world's own keys in a store that this rank serves or has reached already. None: `start` makes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
     use_interface(rendezvous.interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _store(rendezvous)
+    store = rendezvous.store or _store(rendezvous)
     backend = agreed_backend(
         store,
         device,
@@ -78,6 +81,8 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
         members=range(rendezvous.world_size),
         slot_device=rendezvous.slot_device,
     )
+    # torch wraps the hook at every start and never unwraps it.
+    hook = sys.excepthook
     dist.init_process_group(
         backend,
         store=store,
@@ -85,6 +90,7 @@ def start(rendezvous: Rendezvous, layout: Layout, *, device: torch.device, seed:
         world_size=rendezvous.world_size,
         timeout=timeout,
     )
+    sys.excepthook = hook
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -6,6 +6,7 @@ Invariants:
 - A standby, which has no token, holds no GPU. [test_instance_port: takes_a_gpu_and_gives_it_back]
 - A GPU has one worker. A call or a stop reaches the worker of exactly its token, never that of a later owner.
   [test_instance_port: call_under_another_token]
+- No standby starts beside a worker that has the GPU. [test_instance_port: no_standby_starts_beside]
 - To start a running worker or to stop an absent one changes nothing.
   [test_instance_port: repeated_start_and_a_repeated_stop]
 - An unrequested death is reported to `on_death` once, after the worker's calls have failed.
@@ -169,6 +170,11 @@ class LocalWorkers:
             if running is not None and running.is_alive and running.grant.stands_by:
                 running.take_gpu(self._gate.acquire(grant))
                 return _Outcome.TOOK_GPU
+            if running is not None and running.is_alive and grant.stands_by:
+                raise GateClosed(
+                    f"{grant.gpu} has a worker under {running.grant.token}, which hangs or still ends: nothing stands "
+                    "by beside it; stop it first"
+                )
             worker = await self._launch(grant)
             try:
                 await worker.until_ready(timeout_s=self._home.start_timeout_s)

@@ -602,17 +602,21 @@ class Started(_message.Message):
 
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     detail: _builtins.str
+    held_bytes: _builtins.int
+    """The device memory that a worker at rest still uses, without its context."""
     def __init__(
         self,
         *,
         memory_bytes: _builtins.int = ...,
         detail: _builtins.str = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "held_bytes", b"held_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,7 +1218,16 @@ class StartScorer(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    WORLD_FIELD_NUMBER: _builtins.int
+    STANDS_BY_FIELD_NUMBER: _builtins.int
     config_json: _builtins.str
+    world: _builtins.str
+    """The copy's torch world, by a name that is never used again. A worker that is in this world stays in it, with the
+    model that it has built. Any other leaves its own and joins this one; without a rendezvous it refuses.
+    Empty, for a worker that stands by: no world.
+    """
+    stands_by: _builtins.bool
+    """Release the weights, or build the model without them: the worker stands by."""
     @_builtins.property
     def rendezvous(self) -> Global___Rendezvous: ...
     @_builtins.property
@@ -1225,10 +1238,12 @@ class StartScorer(_message.Message):
         rendezvous: Global___Rendezvous | None = ...,
         layout: _types_pb2.Layout | None = ...,
         config_json: _builtins.str = ...,
+        world: _builtins.str = ...,
+        stands_by: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "rendezvous", b"rendezvous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "layout", b"layout", "rendezvous", b"rendezvous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json", "layout", b"layout", "rendezvous", b"rendezvous", "stands_by", b"stands_by", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

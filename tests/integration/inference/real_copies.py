@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from services.inference.lead import InferenceLead
-from tests.component_bench import JOB, NODES, Bench, FakeInstance, bench, job_config
+from tests.component_bench import JOB, NODES, Bench, Changes, FakeInstance, bench, job_config
 from tests.integration.inference.scoring import publish
 from tests.integration.megatron import small_job
 from tests.integration.megatron.actor_trainer_ranks import trainer
@@ -88,9 +88,11 @@ class RealCopies:
     bench: Bench[InferenceLead, Any]
     lead: InferenceLead
     weights: types_pb2.Snapshot
+    workers: LocalWorkers
     forks: psutil.Process
     timeline: Path
     deaths: list[str]
+    changes: Changes
 
     def grants(self, *numbers: int, term: int = 1) -> list[Grant]:
         return [self.bench.grants(term=term)[number] for number in numbers]
@@ -110,9 +112,14 @@ class RealCopies:
             )
         )
 
-    def kill(self, gpu: str) -> None:
+    def process(self, gpu: str) -> psutil.Process:
         (worker,) = [each for each in self.forks.children() if gpu in " ".join(each.cmdline())]
-        worker.kill()
+        return worker
+
+    async def kill(self, gpu: str) -> None:
+        """Returns once its instance has seen the death."""
+        self.process(gpu).kill()
+        await self.changes.until(lambda: gpu in self.deaths)
 
     async def publish(self, prompts: range) -> None:
         for prompt in prompts:
@@ -146,15 +153,23 @@ def forks(folder: Path) -> Iterator[tuple[Path, psutil.Process]]:
 
 @asynccontextmanager
 async def real_copies(
-    tmp_path: Path, layout: dict[str, int], *, weights: Path, server: tuple[Path, psutil.Process]
+    tmp_path: Path,
+    layout: dict[str, int],
+    *,
+    weights: Path,
+    server: tuple[Path, psutil.Process],
+    policy: str = "static",
 ) -> AsyncIterator[RealCopies]:
     def never(*_: object) -> Any:
         raise AssertionError("the workers are real")
 
     deaths: list[str] = []
 
+    changes = Changes()
+
     async def died(grant: Grant, status: int) -> None:
         deaths.append(grant.gpu)
+        changes.notify()
 
     path, forking = server
     launcher = await ForkServerLauncher.connect(path, timeout_s=START_S)
@@ -173,11 +188,12 @@ async def real_copies(
     instance = LocalInstance(
         JOB, node=NODE, workers=workers, gate=Gate(tmp_path / "gate"), snapshots=snapshots, timeout_s=START_S
     )
-    async with bench(tmp_path, Role.INFERENCE, InferenceLead, never, wrap=WatchedSamples, **sections(layout)) as opened:
+    fields = sections(layout) | {"scheduler": {"policy": policy}}
+    async with bench(tmp_path, Role.INFERENCE, InferenceLead, never, wrap=WatchedSamples, **fields) as opened:
         opened.instances[NODE] = _as_fake(instance)
         opened.patience_s = START_S
         try:
-            yield RealCopies(opened, opened.new_lead(), _snapshot(weights), forking, timeline, deaths)
+            yield RealCopies(opened, opened.new_lead(), _snapshot(weights), workers, forking, timeline, deaths, changes)
         finally:
             for lead in opened.leads:
                 await lead.aclose()

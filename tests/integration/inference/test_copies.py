@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.inference.real_copies import PROMPTS, Bits, config_json, forks, real_copies
+from tests.integration.inference.real_copies import PROMPTS, Bits, RealCopies, config_json, forks, real_copies
 from tests.ranks import RankServer
 from tidegate.timeline import Window, fill, read_releases, read_spans, state_lengths
-from tidegate.types import Layout
+from tidegate.types import NO_TOKEN, Grant, Layout
 
 Server = tuple[Path, psutil.Process]
 
@@ -63,7 +63,7 @@ async def test_copies_that_come_leave_and_die_in_an_iteration_change_no_bit(
         again = of.grants(0, 1, term=2)
         of.come(again, [*again, *two], Layout(tp=2, dp=2))
         await of.bench.published("layout_committed", count=4)
-        of.kill(two[1].gpu)
+        of.process(two[1].gpu).kill()
         await of.publish(range(4, PROMPTS))
         assert await of.scored() == want
         assert two[1].gpu in of.deaths
@@ -77,3 +77,86 @@ async def test_copies_that_come_leave_and_die_in_an_iteration_change_no_bit(
         assert sum(lengths.values()) == window.wall_ns
         assert ("free" in lengths) == (gpu in {grant.gpu for grant in one}), "between its first copy and the next"
         assert "unknown" not in lengths
+
+
+def stands_by(of: RealCopies, grants: list[Grant]) -> bool:
+    return {Grant(grant.gpu, NO_TOKEN) for grant in grants} <= set(of.workers.running())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_a_copy_that_stood_by_gives_the_same_bits_as_the_same_processes(
+    tmp_path: Path, weights: Path, server: Server, tp: int
+) -> None:
+    want = await scored_by(tmp_path / "one", {"tp": tp}, weights, server)
+    async with real_copies(tmp_path, {"tp": tp, "dp": 2}, weights=weights, server=server, policy="tide") as of:
+        one, two = of.grants(*range(tp)), of.grants(*range(tp, 2 * tp))
+        both = Layout(tp=tp, dp=2)
+        of.come([*one, *two], [*one, *two], both)
+        of.lead.take(of.bench.open_iteration())
+        await of.bench.published("layout_committed")
+        processes = [of.process(grant.gpu).pid for grant in two]
+        for term in (2, 3):
+            await of.bench.published("layout_committed", count=2 * term - 3)
+            of.leave(of.grants(*range(tp, 2 * tp), term=term - 1), one, Layout(tp=tp))
+            *_, released = await of.bench.published("gpus_released", count=term - 1)
+            assert released.gpus_released.held_bytes == 0
+            assert stands_by(of, two)
+            again = of.grants(*range(tp, 2 * tp), term=term)
+            of.come(again, [*one, *again], both)
+        await of.bench.published("layout_committed", count=5)
+        assert [of.process(grant.gpu).pid for grant in two] == processes
+        of.leave(one, again, Layout(tp=tp))
+        await of.bench.published("gpus_released", count=3)
+        await of.publish(range(PROMPTS))
+        assert await of.scored() == want, "by the copy that stood by, alone"
+    spans, releases = read_spans(of.timeline.parent), read_releases(of.timeline.parent)
+    for grant in two:
+        found = spans[grant.gpu]
+        window = Window(min(span.start_ns for span in found), max(span.end_ns for span in found))
+        lengths = state_lengths(fill(found, window, released_ns=releases[grant.gpu]))
+        assert sum(lengths.values()) == window.wall_ns
+        assert "free" in lengths
+        assert "unknown" not in lengths
+
+
+async def test_a_copy_one_of_whose_ranks_died_standing_by_comes_back_with_the_same_bits(
+    tmp_path: Path, weights: Path, server: Server
+) -> None:
+    want = await scored_by(tmp_path / "one", {"tp": 2}, weights, server)
+    async with real_copies(tmp_path, {"tp": 2, "dp": 2}, weights=weights, server=server, policy="tide") as of:
+        one, two = of.grants(0, 1), of.grants(2, 3)
+        of.come([*one, *two], [*one, *two], Layout(tp=2, dp=2))
+        of.lead.take(of.bench.open_iteration())
+        await of.bench.published("layout_committed")
+        of.leave(two, one, Layout(tp=2))
+        await of.bench.published("gpus_released")
+        survivor = of.process(two[0].gpu).pid
+        await of.kill(two[1].gpu)
+        of.leave(one, [], Layout(tp=2))
+        again = of.grants(2, 3, term=2)
+        of.come(again, again, Layout(tp=2))
+        await of.bench.published("layout_committed", count=3)
+        assert of.process(two[0].gpu).pid == survivor
+        await of.publish(range(PROMPTS))
+        assert await of.scored() == want
+
+
+async def test_a_standby_refuses_a_stale_token_at_the_gate_and_stands_by_on(
+    tmp_path: Path, weights: Path, server: Server
+) -> None:
+    async with real_copies(tmp_path, {"tp": 1, "dp": 2}, weights=weights, server=server, policy="tide") as of:
+        (one,), (two,) = of.grants(0), of.grants(1, term=2)
+        of.come([one, two], [one, two], Layout(dp=2))
+        await of.bench.published("layout_committed")
+        of.leave([two], [one], Layout())
+        await of.bench.published("gpus_released")
+        (stale,) = of.grants(1, term=1)
+        of.come([stale], [one, stale], Layout(dp=2))
+        (failed,) = await of.bench.published("failed")
+        assert "1.2" in failed.failed.message
+        assert "2.2" in failed.failed.message
+        assert stands_by(of, [two])
+        (again,) = of.grants(1, term=3)
+        of.come([again], [one, again], Layout(dp=2))
+        await of.bench.published("layout_committed", count=3)
+        assert again in of.workers.running()

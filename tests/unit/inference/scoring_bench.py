@@ -14,11 +14,14 @@ from tests.watched_samples import WatchedSamples, generated_group
 from tidegate.codec import encode_grants, encode_layout
 from tidegate.job import Job
 from tidegate.ports.bus import Stage
+from tidegate.runtime.crew import WorkerRefused
 from tidegate.types import Grant, Layout, Role
 from tidegate.v1 import commands_pb2, samples_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 FIRST, SECOND = "n0/3", "n1/3"
+SLOTS = ("n0/0", "n0/1", "n0/2", FIRST, "n1/2", SECOND)
+"""All GPUs of the job."""
 REFERENCE_IS_AT = -100.0
 PLENTY = 1_000_000
 ONE_COPY: dict[str, Any] = {"inference": {"layout": {"tp": 2, "dp": 1}}}
@@ -27,18 +30,22 @@ ONE_COPY: dict[str, Any] = {"inference": {"layout": {"tp": 2, "dp": 1}}}
 class FakeRank:
     """Scores its part of the samples, one call per permit: -(version + 1) per token, and -100 for the reference.
 
-    It joins its world once `may_start` is set.
+    It joins its world once `may_start` is set. `starts` has what it was asked to be: at rest or at work, in which
+    world, and whether it had to join that.
     """
 
     def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore, may_start: asyncio.Event) -> None:
         self.grant = grant
         self._may_start = may_start
+        self.starts: list[tuple[str, str, bool]] = []
+        self.memory_bytes = 1 << 20
         self.scored: list[tuple[int, ...]] = []
         self.num_asked = 0
         self.loads: list[tuple[int, bool]] = []
         self._permits = permits
         self._changes = changes
         self._rank, self._world_size = 0, 1
+        self._world = ""
 
     @property
     def version(self) -> int | None:
@@ -48,10 +55,11 @@ class FakeRank:
         match call.WhichOneof("body"):
             case "start_scorer":
                 self._changes.notify()
-                await self._may_start.wait()
-                seat = call.start_scorer.rendezvous
-                self._rank, self._world_size = seat.rank, seat.world_size
-                yield replied(call, wire.Started())
+                start = call.start_scorer
+                if not start.stands_by:
+                    await self._may_start.wait()
+                self._start(start)
+                yield replied(call, wire.Started(memory_bytes=self.memory_bytes, held_bytes=7))
             case "load_shards":
                 self.loads.append((call.load_shards.version, call.load_shards.reference))
                 yield loaded(call)
@@ -62,6 +70,21 @@ class FakeRank:
                 groups = [self._score(group) for group in call.score.groups]
                 self.scored.append(tuple(group.prompt for group in groups))
                 yield replied(call, wire.Scored(groups=groups))
+
+    def _start(self, start: wire.StartScorer) -> None:
+        joins = start.world != self._world
+        if joins and start.world and not start.HasField("rendezvous"):
+            raise WorkerRefused(f"not in {start.world}")
+        if joins:
+            self._world, self._rank, self._world_size = (
+                start.world,
+                start.rendezvous.rank,
+                start.rendezvous.world_size,
+            )
+        if start.stands_by:
+            self.loads = []
+        self.starts.append(("at rest" if start.stands_by else "at work", start.world, joins))
+        self._changes.notify()
 
     def _score(self, group: samples_pb2.SampleGroup) -> samples_pb2.SampleGroup:
         assert group.version == self.version, "asked for the log-probabilities of another version"
@@ -83,7 +106,7 @@ class Scoring:
 
     def __init__(self, *, num_permits: int) -> None:
         self.ranks: dict[str, FakeRank] = {}
-        self.permits = {gpu: asyncio.Semaphore(num_permits) for gpu in (FIRST, SECOND)}
+        self.permits = {gpu: asyncio.Semaphore(num_permits) for gpu in SLOTS}
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.bench: Bench[InferenceLead, FakeRank]
@@ -114,13 +137,12 @@ class Scoring:
         header.members.extend(encode_grants(self.bench.grants()))
         return commands_pb2.LoadWeightsRequest(header=header, weights=snapshot(version, incarnation=incarnation))
 
-    def leave(self, *gpus: str, transition: str = "shrink") -> commands_pb2.ScaleDownRequest:
-        """The GPUs leave, and the others stay."""
-        grants = self.bench.grants()
-        stay = [grant for grant in grants if grant.gpu not in gpus]
+    def leave(self, *gpus: str, transition: str = "shrink", term: int = 1) -> commands_pb2.ScaleDownRequest:
+        """The GPUs leave, under grants of the term, and the others stay."""
+        stay = [grant for grant in self.bench.grants() if grant.gpu not in gpus]
         return commands_pb2.ScaleDownRequest(
             header=self.bench.header(transition=transition),
-            grants=encode_grants([grant for grant in grants if grant.gpu in gpus]),
+            grants=encode_grants([grant for grant in self.bench.grants(term=term) if grant.gpu in gpus]),
             members=encode_grants(stay),
             layout=encode_layout(Layout(dp=max(1, len(stay)))),
         )

@@ -181,6 +181,9 @@ class InferenceSection(_Section):
 
     layout: LayoutSection = LayoutSection()
     max_tokens_per_microbatch: Positive = 4096
+    standby_memory_mib: Positive = 2048
+    """The memory limit of a process that stands by on a slot for the inference. A process that takes more is ended,
+    and its slot starts cold."""
 
 
 class CheckpointSection(_Section):
