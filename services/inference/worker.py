@@ -132,9 +132,7 @@ class ScorerWorker:
 
 
 def _held_bytes() -> int:
-    """The device memory that torch has in this process, after it has given back what nothing uses."""
-    if not torch.cuda.is_initialized():
-        return 0
+    """The device memory that torch has in this process, after it has given back what nothing uses. 0 on a CPU."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
