@@ -406,6 +406,19 @@ class TestOwnership:
         assert committed.part(Role.ACTOR).state is PartState.COMMITTED
         assert await store.commit(ready, Role.ACTOR, Layout(dp=2)) == committed
 
+    async def test_a_component_does_not_commit_a_gpu_that_was_lost_and_reclaimed_since_its_grant(
+        self, store: CellStore
+    ) -> None:
+        ready = await acquire(store, await store.plan(start_of_actor(GPUS[0])))
+        await store.mark_lost(GPUS[0], Token(1, 1))
+        with pytest.raises(GpuBusy, match="lost"):
+            await store.commit(ready, Role.ACTOR, Layout())
+        await store.reclaim(GPUS[0], Token(1, 1))
+        with pytest.raises(StaleToken, match=r"node-a/0 belongs to nobody under token 1\.1"):
+            await store.commit(ready, Role.ACTOR, Layout())
+        await store.close(ready, Outcome.ABORTED)
+        assert (await store.gpus())[GPUS[0]] == GpuRecord(GPUS[0], GpuState.FREE, None, Token(1, 1))
+
     async def test_an_aborted_transition_cannot_commit_any_more(self, store: CellStore) -> None:
         ready = await acquire(store, await store.plan(start_of_actor(GPUS[0])))
         aborted = await store.close(ready, Outcome.ABORTED)

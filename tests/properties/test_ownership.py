@@ -157,7 +157,12 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(transition=planned, role=st.sampled_from((Role.ACTOR, Role.ROLLOUT)))
     def commit(self, transition: Transition, role: Role) -> None:
-        self.try_call(self.store.commit(transition, role, Layout()))
+        acquiring = {move.gpu for move in self.stored(transition).moves if move.state is MoveState.ACQUIRING}
+        after = self.try_call(self.store.commit(transition, role, Layout()))
+        records = self.do(self.store.gpus())
+        for move in after.moves if after else ():
+            if move.gpu in acquiring and move.state is MoveState.COMMITTED:
+                assert records[move.gpu].owner == move.target, f"{move.gpu} is committed to {move.target}"
 
     @rule(transition=consumes(planned))
     def close(self, transition: Transition) -> None:

@@ -15,6 +15,7 @@ Invariants:
 - No two open transitions hold one GPU, and a closed one holds none. [test_ownership: open_transitions_are_disjoint]
 - Each step carries the token that the GPU had at the decision, and fails if that token is stale.
   [test_records: a_step_with_a_stale_token]
+- A component commits only GPUs that it owns. [test_store: lost_and_reclaimed_since_its_grant]
 - A repeated step changes nothing. [test_records: a_repeated_step_changes_nothing]
 """
 
@@ -128,6 +129,8 @@ def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layo
                 raise IllegalStep(f"the {role} cannot commit: GPU {move.gpu} is {move.state}, not yet acquiring")
             _refuse_lost(gpus[move.gpu])
             _refuse_not_held(gpus[move.gpu], stored, move)
+            # Avoid a component on a GPU that nobody owns: it may have been lost and reclaimed since its grant.
+            _refuse_stale(gpus[move.gpu], token=move.token, owner=owner)
             committed = committed.with_move(replace(move, state=MoveState.COMMITTED))
     return Change(committed)
 
