@@ -16,6 +16,7 @@ from services.scheduler.policy.registry import policy_of
 from services.scheduler.shell.codecs.state_codec import job_spec
 from services.scheduler.shell.control import ControlServicer, write_endpoint
 from services.scheduler.shell.issuer import Issuer
+from services.scheduler.shell.opening import open_store
 from services.scheduler.shell.peers import Peers
 from services.scheduler.shell.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
@@ -26,7 +27,6 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
 from tidegate.logs import configure_logging
 from tidegate.moves_log import MovesLog
-from tidegate.ownership.adoption import adopt
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connect_bus, stop_signal
@@ -50,8 +50,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         channels = Channels(default_timeout_s=config.runtime.command_deadline_s)
         closing.push_async_callback(channels.close)
         peers = Peers(channels)
-        await adopt(store, bus.term, lambda: peers.gate_reports(None))
-        boot = await store.next_boot(InstanceId(SOURCE))
+        boot = await open_store(store, bus.term, lambda: peers.gate_reports(None), name=InstanceId(SOURCE))
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tidegate.adapters.nats_link import NatsLink
 from tidegate.ports.bus import JobNotOpen
@@ -43,3 +46,19 @@ async def test_a_read_waits_for_a_stream_that_does_not_respond_yet(link: NatsLin
 async def test_a_read_from_no_stream_says_that_there_is_none(link: NatsLink) -> None:
     with pytest.raises(JobNotOpen, match="no stream ABSENT"):
         await link.read("ABSENT", from_sequence=1)
+
+
+async def test_only_a_lost_connection_is_in_the_log(tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        async with EmbeddedServers(tmp_path) as servers:
+            closed = await NatsLink.connect(servers.nats.url, name="test", deadline_s=10.0)
+            await closed.close()
+            assert lines == []
+            lost = await NatsLink.connect(servers.nats.url, name="test", deadline_s=10.0)
+            os.kill(servers.nats.pid, signal.SIGKILL)
+            await servers.nats.exited()
+            async with asyncio.timeout(10):
+                while "nats_disconnected" not in [line["event"] for line in lines]:  # noqa: ASYNC110 - a log only
+                    await asyncio.sleep(0.01)
+            await lost.close()
+    assert [line["event"] for line in lines].count("nats_disconnected") == 1

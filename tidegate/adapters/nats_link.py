@@ -10,6 +10,7 @@ Time-outs, missing responders (a stream between two leaders) and JetStream's 503
 
 Invariants:
 - The connection is kept up for good: only `close` closes it. [test_bus: go_on_after_the_server_was_killed]
+- The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
 - No error text carries a URL's credentials. [test_bus: named_without_its_password]
 
 Every pull has its own inbox, so that a late answer to an abandoned call reaches nobody and is delivered again.
@@ -24,7 +25,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import nats
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -93,12 +93,15 @@ class NatsLink:
             log.warning("nats_error", error=reasons[0])
 
         async def on_disconnected() -> None:
-            log.warning("nats_disconnected")
+            # The library calls this at our own `close` too.
+            if not connection.is_closed:
+                log.warning("nats_disconnected")
 
         async def on_reconnected() -> None:
             log.info("nats_reconnected")
 
-        connecting = nats.connect(
+        connection = Client()
+        connecting = connection.connect(
             url,
             name=name,
             error_cb=on_error,
@@ -108,7 +111,7 @@ class NatsLink:
             reconnect_time_wait=0.25,
         )
         try:
-            connection = await asyncio.wait_for(connecting, deadline_s)
+            await asyncio.wait_for(connecting, deadline_s)
         except (TimeoutError, NatsError, OSError) as failure:
             reason = reasons[0] if reasons else f"{type(failure).__name__}: {failure}"
             raise BusUnavailable(

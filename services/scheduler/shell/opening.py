@@ -1,0 +1,55 @@
+"""Opens the store for a scheduler that starts, and waits for a store or a bus that does not answer yet.
+
+A scheduler may start while its store fails over, or answers nobody in time on a busy machine. It asks again until the
+limit, and says so in its log. After the limit its process ends with the reason, and the launcher starts another.
+
+Invariants:
+- One call without an answer ends no start. [test_opening: without_an_answer_ends_no_start]
+- A start that fails has said why. [test_opening: says_why_and_fails]
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, VersionConflict
+from tidegate.ports.bus import BusUnavailable, TermRegister
+from tidegate.ports.store import Store
+from tidegate.types import InstanceId
+
+LIMIT_S = 5.0
+"""Of one start. Five restarts with their pauses must fit the launcher's minute (`launcher.services._MAX_RESTARTS`), or
+a scheduler whose store never answers would be started again for ever."""
+RETRY_S = 0.2
+
+
+async def open_store(
+    store: Store,
+    terms: TermRegister,
+    ask_gates: Callable[[], Awaitable[GateReports]],
+    *,
+    name: InstanceId,
+    limit_s: float = LIMIT_S,
+) -> int:
+    """Adopts the store. Returns the number of this start of `name`.
+
+    StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict: the last reason, after `limit_s`.
+    """
+    log = structlog.get_logger("opening")
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + limit_s
+    while True:
+        try:
+            await adopt(store, terms, ask_gates)
+            return await store.next_boot(name)
+        except (StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict) as error:
+            left_s = ends_s - loop.time()
+            if left_s <= 0:
+                log.error("cannot start without the store", limit_s=limit_s, error=str(error))
+                raise
+            log.warning("store not open yet: asking again", left_s=round(left_s, 1), error=str(error))
+        await asyncio.sleep(RETRY_S)
