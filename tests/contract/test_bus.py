@@ -18,6 +18,7 @@ from pathlib import Path
 import nats
 import pytest
 
+from tidegate.adapters import subjects
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.codec import WireError
@@ -225,6 +226,15 @@ async def test_a_consumer_has_one_event_in_flight_and_gets_them_in_order(bench: 
     assert (second.sequence, number_of(second.event)) == (2, 2)
 
 
+async def test_without_a_time_to_wait_a_consumer_takes_what_is_there(bench: Bench) -> None:
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    assert await consumer.next(timeout_s=0.0) is None
+    await bench.bus.events.publish(numbered(source(), bench.job, 1))
+    taken = await consumer.next(timeout_s=0.0)
+    assert taken is not None
+    assert number_of(taken.event) == 1
+
+
 async def test_an_event_handed_back_comes_again_before_later_ones(bench: Bench) -> None:
     events = source()
     for count in (1, 2):
@@ -307,6 +317,25 @@ async def test_a_delivery_names_the_one_before_it_where_this_client_got_that(ben
         found.append((delivery.sequence, delivery.follows))
         await delivery.ack()
     assert found == [(1, None), (2, 1), (3, None), (5, None), (6, 5)]
+
+
+async def test_a_delivery_counts_the_events_behind_it_and_a_page_has_them(bench: Bench) -> None:
+    events = source()
+    for count in (1, 2, 3):
+        await bench.bus.events.publish(numbered(events, bench.job, count))
+    await bench.publish_raw(subjects.event_subject(bench.job), b"no event")
+    await bench.bus.events.publish(figure(events, bench.job, 4))
+    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    first = await consumer.next(timeout_s=PATIENT_S)
+    assert first is not None
+    assert (first.sequence, first.num_waiting) == (1, 4)
+    page = await bench.bus.events.page(bench.job, after_sequence=1)
+    assert [(sequence, number_of(event)) for sequence, event in page] == [(2, 2), (3, 3), (5, 4)]
+    assert await bench.bus.events.page(bench.job, after_sequence=5) == []
+    await first.ack()
+    second = await consumer.next(timeout_s=PATIENT_S)
+    assert second is not None
+    assert second.sequence == 2, "a page consumes nothing"
 
 
 async def test_a_figure_replaced_while_it_was_in_flight_does_not_come_again(bench: Bench) -> None:

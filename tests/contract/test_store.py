@@ -149,6 +149,7 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "reclaim": lambda store: store.reclaim(GPUS[0], Token(1, 0)),
     "transitions": lambda store: store.transitions(JOB),
     "current_transitions": lambda store: store.current_transitions(JOB),
+    "ownership": lambda store: store.ownership(JOB),
     "forget_transitions": lambda store: store.forget_transitions(JOB, keep=1),
     "plan": lambda store: store.plan(start_of_actor(GPUS[0])),
     "advance": lambda store: store.advance(
@@ -481,6 +482,16 @@ class TestOwnership:
         assert (known, closed.id, closed.outcome) == (planned, "start", Outcome.COMMITTED)
         assert await store.current_transitions(JobId("other"), known=[TransitionId("start")]) == ()
 
+    async def test_one_call_reads_gpus_transitions_and_the_time(self, store: CellStore) -> None:
+        await owned_by_actor(store, GPUS[0])
+        planned = await store.plan(start_of_actor(GPUS[1], name="open"))
+        before = await store.now_unix_ms()
+        found = await store.ownership(JOB, known=[TransitionId("start")])
+        assert found.gpus == await store.gpus()
+        assert found.transitions == await store.current_transitions(JOB, known=[TransitionId("start")])
+        assert planned in found.transitions
+        assert before <= found.now_unix_ms <= await store.now_unix_ms()
+
     async def test_older_closed_transitions_and_the_results_of_their_commands_are_forgotten(
         self, store: CellStore
     ) -> None:
@@ -600,6 +611,15 @@ class TestJobStates:
             await store.save(JOB, b"other", expected_write=0, version=1)
         assert await store.save(JOB, b"two", expected_write=1, version=1) == JobState(b"two", 2, 1)
 
+    async def test_a_client_that_missed_a_write_saves_nothing_over_it(self, world: World, store: CellStore) -> None:
+        await store.save(JOB, b"one", expected_write=0, version=1)
+        other = await attached(world)
+        await other.load(JOB)
+        await other.save(JOB, b"two", expected_write=1, version=1)
+        with pytest.raises(VersionConflict, match="written 2 times, not 1"):
+            await store.save(JOB, b"mine", expected_write=1, version=1)
+        assert await store.load(JOB) == JobState(b"two", 2, 1)
+
     async def test_the_version_of_a_saved_state_does_not_fall(self, store: CellStore) -> None:
         await store.save(JOB, b"one", expected_write=0, version=2)
         with pytest.raises(ValueError, match="cannot go back to 1"):
@@ -661,6 +681,9 @@ class TestLostAnswers:
         world.lose_next_answer()
         assert await store.save(JOB, b"one", expected_write=0, version=1) == JobState(b"one", 1, 1)
         assert await store.load(JOB) == JobState(b"one", 1, 1)
+        world.lose_next_answer()
+        assert await store.save(JOB, b"two", expected_write=1, version=1) == JobState(b"two", 2, 1)
+        assert await store.load(JOB) == JobState(b"two", 2, 1)
 
     async def test_a_command_result_whose_answer_is_lost_counts_once(self, world: World, store: CellStore) -> None:
         world.lose_next_answer()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
 from tidegate.adapters.nats_link import NatsLink
@@ -62,3 +64,21 @@ async def test_only_a_lost_connection_is_in_the_log(tmp_path: Path) -> None:
                     await asyncio.sleep(0.01)
             await lost.close()
     assert [line["event"] for line in lines].count("nats_disconnected") == 1
+
+
+async def test_a_pull_without_a_time_to_wait_is_answered_at_once(link: NatsLink) -> None:
+    """A scheduler that has just moved a GPU asks so before each of its next steps."""
+    await link.ensure_stream(STREAM)
+    config = {"durable_name": "one", "ack_policy": "explicit"}
+    await link.api("CONSUMER.DURABLE.CREATE.LINK.one", {"stream_name": "LINK", "config": config})
+    asked: list[dict[str, object]] = []
+
+    async def on_ask(message: Msg) -> None:
+        asked.append(json.loads(message.data))
+
+    end = await link.subscribe("$JS.API.CONSUMER.MSG.NEXT.LINK.one", on_ask)
+    assert await link.pull("LINK", "one", num=1, timeout_s=0.0) == []
+    await link.publish("link.one", b"stored", stream="LINK", message_id="one")
+    assert [message.data for message in await link.pull("LINK", "one", num=1, timeout_s=0.0)] == [b"stored"]
+    await end()
+    assert [(each.get("no_wait"), each.get("expires")) for each in asked] == [(True, None)] * 2

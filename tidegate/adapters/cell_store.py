@@ -37,7 +37,7 @@ from tidegate.ownership.records import (
     encode_gpu,
     transition_number,
 )
-from tidegate.ports.store import Identity, JobState, LeadRecord, StoreContents
+from tidegate.ports.store import Identity, JobState, LeadRecord, Ownership, StoreContents
 from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
 
 T = TypeVar("T")
@@ -54,6 +54,8 @@ class CellStore:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._session: Session | None = None
+        self._known_states: dict[JobId, JobState | None] = {}
+        """What this client read or wrote last: it is expected without another read."""
 
     async def aclose(self) -> None:
         await self._cells.aclose()
@@ -95,8 +97,7 @@ class CellStore:
         return Identity(expected.run_id, expected.run_id, term)
 
     async def gpus(self) -> dict[GpuId, GpuRecord]:
-        records = [decode_gpu(each) for each in (await self._table("gpus")).values()]
-        return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
+        return _gpus(await self._read(tables=("gpus",)))
 
     async def register(self, gpus: tuple[GpuId, ...]) -> None:
         term = self._attached().term
@@ -119,11 +120,11 @@ class CellStore:
         return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
 
     async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
-        cells = tuple(tables.closed_cell(job, each) for each in sorted(known))
-        reading = await self._read(tables=("open",), cells=cells)
-        texts = [*reading.tables["open"].values(), *(text for text in reading.cells.values() if text is not None)]
-        found = [decode_transition(text) for text in texts]
-        return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
+        return _current(await self._read(tables=("open",), cells=_closed_cells(job, known)), job)
+
+    async def ownership(self, job: JobId, *, known: Collection[TransitionId] = ()) -> Ownership:
+        reading = await self._read(tables=("gpus", "open"), cells=_closed_cells(job, known))
+        return Ownership(reading.now_unix_ms, _gpus(reading), _current(reading, job))
 
     async def forget_transitions(self, job: JobId, *, keep: int) -> None:
         closed, commands = f"closed:{job}", f"commands:{job}"
@@ -229,10 +230,34 @@ class CellStore:
         await self._write((cell,), decide)
 
     async def load(self, job: JobId) -> JobState | None:
-        return tables.read_job_state(await self._read(cells=(tables.state_cell(job),)), job)
+        found = tables.read_job_state(await self._read(cells=(tables.state_cell(job),)), job)
+        self._known_states[job] = found
+        return found
 
     async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
         saved = JobState(payload, expected_write + 1, version)
+        if not await self._replaced(job, self._known_states.get(job), saved):
+            await self._save(job, saved, expected_write=expected_write)
+        self._known_states[job] = saved
+        return saved
+
+    async def _replaced(self, job: JobId, known: JobState | None, saved: JobState) -> bool:
+        """Whether the state that this client read or wrote last was still there, and `saved` is there now. False says
+        nothing: a lost answer, or another state."""
+        if known is None or known.write + 1 != saved.write or known.version > saved.version:
+            return False
+        cell, session = tables.state_cell(job), self._attached()
+        try:
+            return await self._cells.swap(
+                session,
+                expected={cell: tables.encode_job_state(known)},
+                writes={cell: tables.encode_job_state(saved)},
+            )
+        except StoreUnavailable:
+            return False
+
+    async def _save(self, job: JobId, saved: JobState, *, expected_write: int) -> None:
+        version = saved.version
 
         def decide(reading: Reading) -> tuple[Writes, JobState]:
             stored = tables.read_job_state(reading, job)
@@ -246,7 +271,7 @@ class CellStore:
                 raise ValueError(f"job {job} is at version {stored.version} and cannot go back to {version}")
             return {tables.state_cell(job): tables.encode_job_state(saved)}, saved
 
-        return await self._write((tables.state_cell(job),), decide)
+        await self._write((tables.state_cell(job),), decide)
 
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
         cell = Cell(f"commands:{job}", command)
@@ -274,9 +299,6 @@ class CellStore:
         if self._session is None:
             raise StoreNotAdopted("this client has not attached to the store: call attach() first")
         return self._session
-
-    async def _table(self, table: str) -> Mapping[str, bytes]:
-        return (await self._read(tables=(table,))).tables[table]
 
     async def _read(self, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()) -> Reading:
         session = self._attached()
@@ -326,3 +348,18 @@ class CellStore:
             return {**tables.write_transition(change.transition), **tables.write_gpus(change.gpus)}, change.transition
 
         return await self._write(tables.transition_cells(transition), decide)
+
+
+def _gpus(reading: Reading) -> dict[GpuId, GpuRecord]:
+    records = [decode_gpu(each) for each in reading.tables["gpus"].values()]
+    return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
+
+
+def _closed_cells(job: JobId, known: Collection[TransitionId]) -> tuple[Cell, ...]:
+    return tuple(tables.closed_cell(job, each) for each in sorted(known))
+
+
+def _current(reading: Reading, job: JobId) -> tuple[Transition, ...]:
+    texts = [*reading.tables["open"].values(), *(text for text in reading.cells.values() if text is not None)]
+    found = [decode_transition(text) for text in texts]
+    return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))

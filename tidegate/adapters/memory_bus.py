@@ -84,6 +84,10 @@ class _EventDelivery(Delivery[Event]):
         return self._follows
 
     @property
+    def num_waiting(self) -> int:
+        return self._consumer.num_after(self.sequence)
+
+    @property
     def event(self) -> Event:
         return self._message
 
@@ -126,6 +130,14 @@ class MemoryEventLog:
                 stream.keep_last(subject)
             self._server.wake()
         return stream.sequence_of_id[event.id]
+
+    async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
+        found: list[tuple[int, Event]] = []
+        for sequence, stored in sorted(self._server.stream(subjects.events_stream(job)).messages.items()):
+            if sequence > after_sequence:
+                with suppress(WireError):
+                    found.append((sequence, decode_event(stored.payload)))
+        return found
 
     async def free_bytes(self, job: JobId) -> int:
         return self._server.stream(subjects.events_stream(job)).free_bytes

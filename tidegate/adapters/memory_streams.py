@@ -220,6 +220,10 @@ class DurableConsumer(Generic[M]):
     def num_waiting(self) -> int:
         return len(self._unsettled())
 
+    def num_after(self, sequence: int) -> int:
+        """The messages that were never delivered."""
+        return sum(later > sequence for later in self._unsettled())
+
     def settle(self, sequence: int) -> None:
         self._source.progress.settled.add(sequence)
         self._source.progress.due.pop(sequence, None)

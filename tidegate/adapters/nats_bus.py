@@ -110,6 +110,10 @@ class _EventDelivery(Delivery[Event]):
         return self._follows
 
     @property
+    def num_waiting(self) -> int:
+        return self._raw.metadata.num_pending
+
+    @property
     def event(self) -> Event:
         return self._message
 
@@ -155,6 +159,14 @@ class NatsEventLog:
                 refused, stream, max_bytes=self._limits.events_max_bytes, size_bytes=len(payload)
             ) from refused
         return int(ack["seq"])
+
+    async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
+        raws = await self._link.read(subjects.events_stream(job), from_sequence=after_sequence + 1)
+        found: list[tuple[int, Event]] = []
+        for raw in raws:
+            with suppress(WireError):
+                found.append((stored_sequence(raw), decode_event(raw.data)))
+        return found
 
     async def free_bytes(self, job: JobId) -> int:
         stream = await self._link.require_stream(subjects.events_stream(job))

@@ -189,10 +189,15 @@ class NatsLink:
         await self._until_deadline(f"{verdict[:4].decode()} of {message.subject}", attempt)
 
     async def pull(self, stream: str, consumer: str, *, num: int, timeout_s: float) -> list[Msg]:
-        """Waits for the first message, then takes up to `num` that are there. NatsRefused when no consumer answers."""
+        """Waits for the first message, then takes up to `num` that are there. NatsRefused when no consumer answers.
+
+        Without a time to wait it takes what is there, and the server answers at once where nothing is."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout_s
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        if timeout_s <= 0:
+            there = {"batch": num, "no_wait": True, "max_bytes": _BATCH_BYTES}
+            return await self._collect(subject, there, num=num, wait_s=0.0)
         while True:
             wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
             linger = {"batch": 1, "expires": int(wait_s * 1e9)}

@@ -121,6 +121,11 @@ class EventDelivery(Protocol):
         ...
 
     @property
+    def num_waiting(self) -> int:
+        """The later events of the stream when this one was sent. Their `page` is there without their deliveries."""
+        ...
+
+    @property
     def event(self) -> Event: ...
 
     async def ack(self) -> None: ...
@@ -144,6 +149,11 @@ class EventLog(Protocol):
 
         A repeat stores nothing and returns the sequence of the first event.
         """
+        ...
+
+    async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
+        """The next events that are there, with their sequences, as many as one answer holds. It consumes nothing, and
+        leaves out messages that cannot be decoded."""
         ...
 
     async def free_bytes(self, job: JobId) -> int:

@@ -17,7 +17,7 @@ What a caller does after a failure:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,15 @@ class StoreContents:
     transitions: tuple[Transition, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """All GPUs and a job's transitions, as they were at one moment by the store's clock."""
+
+    now_unix_ms: int
+    gpus: Mapping[GpuId, GpuRecord]
+    transitions: tuple[Transition, ...]
+
+
 class OwnershipMap(Protocol):
     async def gpus(self) -> dict[GpuId, GpuRecord]: ...
 
@@ -93,6 +102,10 @@ class Transitions(Protocol):
 
     async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
         """The job's open transitions, and those of `known` that were closed, by id. It reads no other closed one."""
+        ...
+
+    async def ownership(self, job: JobId, *, known: Collection[TransitionId] = ()) -> Ownership:
+        """All GPUs with the `current_transitions`, in one call."""
         ...
 
     async def forget_transitions(self, job: JobId, *, keep: int) -> None:

@@ -38,10 +38,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import role_of_instance
 from services.scheduler.state.course import ComponentProgress
-from services.scheduler.state.observed import Generation, Inferring, Picture, Training
-
-_VOLATILE = ev.Progress | ev.Backlog | Picture
-"""These events change nothing on which a transition was planned."""
+from services.scheduler.state.observed import Generation, Inferring, Training
 
 
 def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
@@ -53,8 +50,8 @@ def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
     result = refusal(current, event) or _fold(current, event)
     after = iterations.advance(_ignored(current, result) if isinstance(result, Refused) else result)
     after = absences.still(after, state)
-    is_volatile = isinstance(event.body, _VOLATILE) and current is admitted
-    if not is_volatile and replace(after, ignored=admitted.ignored) != admitted:
+    is_figure = isinstance(event.body, ev.Figure) and current is admitted
+    if not is_figure and replace(after, ignored=admitted.ignored) != admitted:
         after = replace(after, version=state.version + 1)
     return _applied(after, event)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from services.scheduler.state.observed import Picture
 from services.scheduler.state.values import Fate, JobSpec, Placed, Snapshot
@@ -195,6 +196,10 @@ class OwnershipObserved:
     gpus: tuple[GpuRecord, ...]
     transitions: tuple[Transition, ...]
 
+
+Figure: TypeAlias = Progress | Backlog | Picture
+"""Bodies that the source's next ones replace. They change nothing on which a transition was planned, and a stream keeps
+the last of each: a reader that lost one gets a later one, or the same one again."""
 
 Body = (
     Progress

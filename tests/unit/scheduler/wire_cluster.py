@@ -6,7 +6,7 @@ They use the wire's messages, and the bus and the store in memory, so that the w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,10 @@ from tidegate.codec import decode_grants, fate_of
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
 from tidegate.moves_log import MovesLog
-from tidegate.ownership.records import GpuRecord
 from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
-from tidegate.ports.store import JobState
+from tidegate.ports.store import JobState, Ownership
 from tidegate.runtime.announcer import Announcer
-from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, SampleId, instance_id
+from tidegate.types import Grant, InstanceId, JobId, NodeId, Role, SampleId, TransitionId, instance_id
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 ACK_WAIT_S = 0.05
@@ -177,9 +176,9 @@ class WatchedStore(CellStore):
         self._changes = changes
         self.num_ownership_reads = 0
 
-    async def gpus(self) -> dict[GpuId, GpuRecord]:
+    async def ownership(self, job: JobId, *, known: Collection[TransitionId] = ()) -> Ownership:
         self.num_ownership_reads += 1
-        return await super().gpus()
+        return await super().ownership(job, known=known)
 
     async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
         saved = await super().save(job, payload, expected_write=expected_write, version=version)
@@ -215,6 +214,10 @@ class _WatchedDelivery:
     @property
     def follows(self) -> int | None:
         return self._delivery.follows
+
+    @property
+    def num_waiting(self) -> int:
+        return self._delivery.num_waiting
 
     @property
     def event(self) -> events_pb2.Event:

@@ -1,0 +1,126 @@
+"""From a structural event to its command, through the real scheduler process, NATS, Redis and gRPC.
+
+Each case is a job of its own. Its leads answer at once (`control_leads`), so the job is never more than one event
+ahead. First come iterations, then resizes of the actor. In the case `busy` the leads also publish progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import psutil
+
+from benchmarks.control_leads import Leads, Timed, leads
+from tests.scheduler_process import scheduler_process
+from tidegate.config.job_config import JobConfig, parse_config
+from tidegate.config.sections.job import ServersSection
+from tidegate.runtime.embedded import EmbeddedServers
+from tidegate.types import Role
+
+PROGRESS_PER_S = 1000.0
+_WARM_UP = 3
+"""Iterations before the first that counts: the scheduler's first call of each lead connects to it."""
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    iterations: int
+    resizes: int
+
+
+FULL, QUICK = Sizes(iterations=200, resizes=60), Sizes(iterations=15, resizes=6)
+
+
+def config_of(name: str, folder: Path, servers: ServersSection) -> JobConfig:
+    """Eight slots, and the defaults of everything that the scheduler reads."""
+    return parse_config(
+        {
+            "job": name,
+            "output_dir": str(folder),
+            "cluster": {
+                "nodes": {"n0": 8},
+                "component_placement": {"actor": "0-1", "rollout": "2-6", "inference": "7"},
+            },
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "ffn_hidden_size": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "head_dim": 8,
+                "max_seq_len": 80,
+            },
+            "task": {"name": "countdown"},
+            "algorithm": {
+                "iterations": 100_000,
+                "prompts_per_iteration": 16,
+                "group_size": 8,
+                "n_minibatches": 4,
+                "max_new_tokens": 64,
+            },
+            "actor": {"learning_rate": 1e-3, "layout": {"dp": 2}},
+            "servers": servers.model_dump(),
+        }
+    )
+
+
+async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: float) -> dict[str, Any]:
+    """The case's times of commands. TimeoutError where the job stands still."""
+    async with AsyncExitStack() as closing, asyncio.timeout(_TIMEOUT_S):
+        servers = await closing.enter_async_context(EmbeddedServers(folder / "servers"))
+        section = ServersSection(nats_url=servers.nats.url, redis_url=servers.store.url)
+        config = config_of(name, folder, section)
+        scheduler = await closing.enter_async_context(scheduler_process(config))
+        own = await closing.enter_async_context(leads(config))
+        if progress_per_s:
+            task = asyncio.create_task(own.progress(per_s=progress_per_s))
+            closing.push_async_callback(_ended, task)
+        await own.until(lambda: own.num_closed >= _WARM_UP)
+        return await _timed(name, own, sizes, psutil.Process(scheduler.pid))
+
+
+async def _timed(name: str, own: Leads, sizes: Sizes, scheduler: psutil.Process) -> dict[str, Any]:
+    began_s, cpu_s, num_progress = time.perf_counter(), _cpu_s(scheduler), own.num_progress
+    own.timed.clear()
+    until = own.num_closed + sizes.iterations
+    await own.until(lambda: own.num_closed >= until)
+    own.holds = True
+    await own.until(lambda: own.is_open)
+    gpus = own.config.placement(Role.ACTOR)
+    for number in range(sizes.resizes):
+        await own.resize(gpus[: 1 + number % 2])
+    wall_s, used_s = time.perf_counter() - began_s, _cpu_s(scheduler) - cpu_s
+    return {
+        "case": name,
+        **_spread(own.timed),
+        "progress_per_s": (own.num_progress - num_progress) / wall_s,
+        "cpu_ms_per_command": 1000 * used_s / len(own.timed),
+        "cpu_share": used_s / wall_s,
+        "commands": {command: _spread([each for each in own.timed if each.command == command]) for command in _KINDS},
+    }
+
+
+_KINDS = ("LoadWeights", "OpenIteration", "CloseIteration", "ScaleDown", "ScaleUp")
+
+
+def _spread(timed: list[Timed]) -> dict[str, float]:
+    took = sorted(each.took_ms for each in timed)
+    p99 = quantiles(took, n=100, method="inclusive")[98]
+    return {"num_commands": len(took), "p50_ms": median(took), "p99_ms": p99, "max_ms": took[-1]}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    used = process.cpu_times()
+    return used.user + used.system
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

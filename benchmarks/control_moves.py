@@ -1,0 +1,152 @@
+"""The parts of a move of slots from the rollout to the actor, from the records of a finished job.
+
+A move is two transitions: the rollout releases the slots, then the actor takes them. Its moments, on one machine's
+clock:
+
+    decided     the scheduler's turn that plans the release          moves.jsonl
+    asked       the rollout's lead has taken the command             CommandAnswered
+    released    the slots are free                                   GpusReleased
+    called      the actor's lead has taken the command               CommandAnswered
+    switched    the actor's layout is in force                       LayoutCommitted, with the reshard's own parts
+    unheld      the actor's lead has taken the end of a hold, if one was in force after the switch
+    first_step  a slot that came begins its first training           timeline
+
+    decide_and_tell = (asked - decided) + (called - released) + (unheld - switched)
+    drain           = released - asked
+    switch          = switched - called
+    wait            = first_step - unheld      (for groups, and for the other ranks)
+
+An answer is published after the lead has taken the command, so `decide_and_tell` is an upper bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cli.moves import Move, Moves, moves_of
+from tidegate.job import JobFolder
+from tidegate.types import Role
+
+_NS_PER_S = 1e9
+TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMove:
+    """Seconds. `reshard` has the parts that the actor reported of its switch; of a resume too."""
+
+    transition: str
+    num_slots: int
+    decide_and_tell_s: float
+    drain_s: float
+    switch_s: float
+    wait_s: float
+    reshard: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return self.decide_and_tell_s + self.drain_s + self.switch_s + self.wait_s
+
+    def row(self) -> dict[str, Any]:
+        parts = {name: getattr(self, f"{name}_s") for name in ("decide_and_tell", "drain", "switch", "wait", "total")}
+        reshard = {f"switch_{part}_s": seconds for part, seconds in sorted(self.reshard.items()) if seconds}
+        return {
+            "transition": self.transition,
+            "num_slots": self.num_slots,
+            **{f"{name}_s": seconds for name, seconds in parts.items()},
+            **reshard,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What a finished job left. Times are Unix seconds."""
+
+    moves: Moves
+    answered: Sequence[tuple[str, float]]
+    """The id of each command with the time of its answer, in order."""
+    released: Mapping[str, float]
+    """By transition."""
+    switched: Mapping[str, tuple[float, Mapping[str, float]]]
+    """By transition: the time, and the reported seconds by part."""
+    training: Mapping[str, Sequence[float]]
+    """By slot: the starts of its training."""
+
+    @classmethod
+    def read(cls, folder: JobFolder) -> Records:
+        answered: list[tuple[str, float]] = []
+        released: dict[str, float] = {}
+        switched: dict[str, tuple[float, Mapping[str, float]]] = {}
+        for line in folder.events.read_text().splitlines():
+            event = json.loads(line)["event"]
+            at_s, transition = int(event["occurred_unix_ns"]) / _NS_PER_S, event.get("transition_id", "")
+            if "command_answered" in event and event["command_answered"].get("accepted"):
+                answered.append((event["command_answered"]["command_id"], at_s))
+            elif "gpus_released" in event:
+                released[transition] = at_s
+            elif "layout_committed" in event:
+                switched[transition] = at_s, event["layout_committed"].get("reshard", {}).get("seconds", {})
+        return cls(moves_of(folder), answered, released, switched, _training(folder))
+
+
+def slot_moves(records: Records) -> list[SlotMove]:
+    """The moves whose slots all came from one release of the rollout, in the order of their decisions."""
+    return [found for each in records.moves.moves if (found := _slot_move(records, each)) is not None]
+
+
+def _slot_move(records: Records, taken: Move) -> SlotMove | None:
+    """None for another kind of transition, and for a move that no training followed."""
+    if taken.role != Role.ACTOR or taken.iteration is None or not taken.comes or taken.outcome != "committed":
+        return None
+    given = [each for each in records.moves.moves if each.at_ms < taken.at_ms and set(each.gpus) & set(taken.comes)]
+    if not given or given[-1].role != Role.ROLLOUT or not set(taken.comes) <= set(given[-1].leaves):
+        return None
+    release = given[-1]
+    asked_s, called_s = (_answer(records, each.transition) for each in (release, taken))
+    released_s, switched = records.released.get(release.transition), records.switched.get(taken.transition)
+    if asked_s is None or called_s is None or released_s is None or switched is None:
+        return None
+    switched_s, reshard = switched
+    starts = [at_s for gpu in taken.comes for at_s in records.training.get(gpu, ()) if at_s >= switched_s]
+    if not starts:
+        return None
+    first_s = min(starts)
+    # A hold that the decision on the new layout ends: the actor could not begin before it was told.
+    told = [at_s for name, at_s in records.answered if "/hold-" in name and switched_s <= at_s <= first_s]
+    unheld_s = told[-1] if told else switched_s
+    return SlotMove(
+        transition=taken.transition,
+        num_slots=len(taken.comes),
+        decide_and_tell_s=(asked_s - release.at_ms / 1000) + (called_s - released_s) + (unheld_s - switched_s),
+        drain_s=released_s - asked_s,
+        switch_s=switched_s - called_s,
+        wait_s=first_s - unheld_s,
+        reshard=reshard,
+    )
+
+
+def _answer(records: Records, transition: str) -> float | None:
+    """The time of the first answer to a command of the transition."""
+    return next((at_s for name, at_s in records.answered if name.startswith(f"{transition}/")), None)
+
+
+def _training(folder: JobFolder) -> dict[str, list[float]]:
+    trace = json.loads(folder.attempt().trace.read_text())
+    return {gpu: sorted(starts) for gpu, starts in _starts(trace).items()}
+
+
+def _starts(trace: Mapping[str, Any]) -> dict[str, list[float]]:
+    names = {(each["pid"], each["tid"]): each["args"]["name"].removeprefix("GPU ") for each in _named_threads(trace)}
+    start_s = trace["otherData"]["start_unix_ns"] / _NS_PER_S
+    found: dict[str, list[float]] = {}
+    for each in trace["traceEvents"]:
+        if each["ph"] == "X" and each["name"] == TRAINING:
+            found.setdefault(names[each["pid"], each["tid"]], []).append(start_s + each["ts"] / 1e6)
+    return found
+
+
+def _named_threads(trace: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return (each for each in trace["traceEvents"] if each["name"] == "thread_name")

@@ -1,0 +1,68 @@
+"""The parts of a move, from the records of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.control_moves import Records, slot_moves
+from cli.moves import of_lines
+
+RELEASE, TAKE = "j/1/t1", "j/1/t2"
+
+
+def planned(transition: str, role: str, at_ms: int, **gpus: list[str]) -> dict[str, Any]:
+    one = {"transition": transition, "role": role, "change": "resize", "layout": None, "reason": "", "comes": []}
+    return {
+        "kind": "decision",
+        "at_ms": at_ms,
+        "incarnation": 1,
+        "iteration": 0,
+        "reason": "",
+        "planned": [{**one, "leaves": [], **gpus}],
+    }
+
+
+def closed(transition: str, at_ms: int, outcome: str = "committed") -> dict[str, Any]:
+    return {"kind": "closed", "at_ms": at_ms, "transition": transition, "outcome": outcome}
+
+
+def records(*, taker: str = "actor", outcome: str = "committed", held_until_s: float | None = None) -> Records:
+    """The release is decided at second 10, and the slot trains at second 13."""
+    lines = [
+        planned(RELEASE, "rollout", 10_000, leaves=["n0/2"]),
+        closed(RELEASE, 11_000),
+        planned(TAKE, taker, 11_010, comes=["n0/2"]),
+        closed(TAKE, 12_500, outcome),
+    ]
+    hold = [] if held_until_s is None else [("j/1/i0/hold-2/actor/e1/a0", held_until_s)]
+    return Records(
+        moves=of_lines(lines),
+        answered=[(f"{RELEASE}/resize/rollout/e1/a0", 10.03), (f"{TAKE}/resize/actor/e1/a0", 11.04), *hold],
+        released={RELEASE: 11.0},
+        switched={TAKE: (12.4, {"build": 1.2, "vote": 0.0})},
+        training={"n0/2": [5.0, 13.0]},
+    )
+
+
+def test_the_parts_of_a_move_add_up_to_the_time_from_its_decision_to_its_first_step() -> None:
+    (move,) = slot_moves(records())
+    assert (move.num_slots, move.total_s) == (1, pytest.approx(3.0))
+    assert move.decide_and_tell_s == pytest.approx(0.03 + 0.04)
+    assert (move.drain_s, move.switch_s, move.wait_s) == pytest.approx((0.97, 1.36, 0.6))
+    assert move.row()["switch_build_s"] == 1.2
+    assert "switch_vote_s" not in move.row()
+
+
+def test_the_end_of_a_hold_is_the_schedulers_time() -> None:
+    (move,) = slot_moves(records(held_until_s=12.45))
+    assert move.decide_and_tell_s == pytest.approx(0.07 + 0.05)
+    assert move.total_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "other", [records(taker="inference"), records(outcome="aborted")], ids=["to the inference", "that was aborted"]
+)
+def test_a_move_of_another_kind_is_left_out(other: Records) -> None:
+    assert slot_moves(other) == []
