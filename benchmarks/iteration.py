@@ -148,6 +148,14 @@ def true_scenario(config: JobConfig, iteration: int, folder: Path) -> Scenario:
 
     `folder` gets the file of the lengths, which a simulation reads.
     """
+    raw = scenario_of(config, basis_of_config(config, None)).model_dump(mode="json")
+    raw["lengths"] |= {"law": "trace", "file": str(true_lengths(config, iteration, folder))}
+    raw["algorithm"] |= {"prompt_tokens": PROMPT_TOKENS, "streams": config.actor.streams_minibatches}
+    return parse_scenario(raw)
+
+
+def true_lengths(config: JobConfig, iteration: int, folder: Path) -> Path:
+    """A file in `folder` with the lengths that the iteration has in the job, a line for each group."""
     law, own = config.rollout.length_law, config.algorithm
     assert law is not None
     (file := folder / f"lengths-{iteration}.txt").write_text(
@@ -160,10 +168,7 @@ def true_scenario(config: JobConfig, iteration: int, folder: Path) -> Scenario:
             for prompt in range(own.prompts_per_iteration)
         )
     )
-    raw = scenario_of(config, basis_of_config(config, None)).model_dump(mode="json")
-    raw["lengths"] |= {"law": "trace", "file": str(file)}
-    raw["algorithm"] |= {"prompt_tokens": PROMPT_TOKENS, "streams": config.actor.streams_minibatches}
-    return parse_scenario(raw)
+    return file
 
 
 def ratios(runs: Mapping[str, Measured], *, prefix: str = "") -> dict[str, float]:

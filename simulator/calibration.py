@@ -7,7 +7,7 @@ Order:
 4. The line of the trainer: fixed seconds plus seconds per token.
 5. The sync: the time of an iteration that the other values do not explain, with messages and checkpoints.
 
-A job on modelled slots (`cluster.pace`) has the law of its pace in place of 2 to 4.
+A job on modelled slots (`cluster.pace`) has the law of its pace in place of 2 to 4, and its assumed switches.
 
 A line is fitted by the method of Theil and Sen: the median of the slopes between points. Medians tolerate the rare
 stall of a busy machine. A run without moves has no reshard, so no fitted value contains reshard time. The bytes of
@@ -35,6 +35,7 @@ from simulator.happenings import What
 from simulator.lengths import Lengths
 from simulator.model import ModelSection
 from simulator.paced import paced_costs
+from simulator.predictions import COST_KEYS
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -164,6 +165,9 @@ def _of_pace(config: JobConfig, pace: PaceSection) -> Iterator[FittedValue]:
         yield FittedValue(
             f"costs.{key}", value if isinstance(value, int) else _rounded(value), "the law of cluster.pace"
         )
+    for (section, name), own in COST_KEYS.items():
+        if section == "switch" and (seconds := getattr(config.assumptions.costs, own)) is not None:
+            yield FittedValue(f"costs.switch.{name}", seconds, "the job's assumption: a pace models no switch")
 
 
 def _engine(run: RecordedRun, scenario: Scenario) -> Iterator[FittedValue]:

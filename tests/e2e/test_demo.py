@@ -36,6 +36,8 @@ KEYS = {
     "switch_s_median",
     "gpu_time_pct",
     "static_wall_s",
+    "arrival_iterations",
+    "arrival_iterations_s",
 }
 OF_THE_MACHINE = {
     "wall_s",
@@ -47,6 +49,7 @@ OF_THE_MACHINE = {
     "iterations_s",
     "static_wall_s",
     "static_iterations_s",
+    "arrival_iterations_s",
 }
 """The figures that differ between two runs of one seed: times, and moves, which follow from times."""
 MAX_WALL_S = 240
@@ -84,6 +87,8 @@ async def test_the_demos_reward_rises_and_no_sample_is_lost_or_doubled(seed: int
     static = json.loads((tmp_path / "demo-static" / "result.json").read_text())["summary"]
     assert said["weights_checksum"] == static["weights_checksum"]
     assert said["static_wall_s"] == static["wall_s"]
+    arrival = json.loads((tmp_path / "demo-arrival" / "result.json").read_text())["summary"]
+    assert (arrival["iterations"], arrival["lost"], arrival["duplicates"]) == (said["arrival_iterations"], 0, 0)
 
 
 async def test_two_runs_of_the_demo_with_one_seed_are_equal(tmp_path: Path) -> None:

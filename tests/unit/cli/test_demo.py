@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import Start
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.types import MinibatchOrder
 from tidegate.v1 import control_pb2
 
 
@@ -60,18 +61,28 @@ def configs_in(folder: Path, **overrides: Any) -> list[JobConfig]:
 
 
 def test_the_runs_of_a_demo_differ_in_policy_and_name_alone(tmp_path: Path) -> None:
-    static, tide = configs_in(tmp_path, seed=3)
+    static, tide, _ = configs_in(tmp_path, seed=3)
     assert (static.scheduler.policy, tide.scheduler.policy) == ("static", "tide")
     assert (static.job, tide.job, tide.seed) == ("demo-static", "demo", 3)
     named = tide.scheduler.model_copy(update={"policy": "static"})
     assert static == tide.model_copy(update={"job": "demo-static", "scheduler": named})
 
 
+def test_the_third_differs_in_order_and_length_from_the_second(tmp_path: Path) -> None:
+    _, tide, arrival = configs_in(tmp_path)
+    orders = (tide.algorithm.minibatch_order, arrival.algorithm.minibatch_order)
+    assert orders == (MinibatchOrder.FIXED, MinibatchOrder.ARRIVAL)
+    assert arrival.algorithm.iterations < tide.algorithm.iterations
+    own = {"minibatch_order": MinibatchOrder.FIXED, "iterations": tide.algorithm.iterations}
+    algorithm = arrival.algorithm.model_copy(update=own)
+    assert tide == arrival.model_copy(update={"job": "demo", "algorithm": algorithm})
+
+
 def test_a_fresh_demo_runs_static_and_then_tide_in_place_of_earlier_runs(tmp_path: Path) -> None:
     runs = Runs()
     shown = run_all(COMPARED, configs_in(tmp_path), runs)
-    assert runs.started == [("demo-static", Start.FORCE), ("demo", Start.FORCE)]
-    assert [each.policy for each in shown] == ["static", "tide"]
+    assert runs.started == [(job, Start.FORCE) for job in ("demo-static", "demo", "demo-arrival")]
+    assert [each.policy for each in shown] == ["static", "tide", "tide"]
 
 
 def test_a_run_that_does_not_finish_ends_the_demo(tmp_path: Path) -> None:
@@ -87,10 +98,11 @@ def test_a_resumed_demo_repeats_no_finished_run(tmp_path: Path) -> None:
     run_all(COMPARED, configs_in(tmp_path), runs)
     runs.started, runs.ends = [], {}
     shown = run_all(COMPARED, configs_in(tmp_path), runs, resume=True)
-    assert runs.started == [("demo", Start.RESUME)]
+    want = [("demo", Start.RESUME), ("demo-arrival", Start.FORCE)]
+    assert runs.started == want
     assert summary_row(shown)["static_wall_s"] == 60.0
     run_all(COMPARED, configs_in(tmp_path), runs, resume=True)
-    assert runs.started == [("demo", Start.RESUME)]
+    assert runs.started == want
 
 
 def test_a_resumed_demo_takes_no_run_of_an_earlier_demo_for_its_own(tmp_path: Path) -> None:
@@ -100,25 +112,41 @@ def test_a_resumed_demo_takes_no_run_of_an_earlier_demo_for_its_own(tmp_path: Pa
     run_all(COMPARED, configs_in(tmp_path, seed=1), runs)
     runs.ends = {}
     run_all(COMPARED, configs_in(tmp_path, seed=1), runs, resume=True)
-    assert runs.started == [("demo-static", Start.FORCE), ("demo-static", Start.RESUME), ("demo", Start.FORCE)]
+    want = [("demo-static", Start.FORCE), ("demo-static", Start.RESUME), ("demo", Start.FORCE)]
+    assert runs.started == [*want, ("demo-arrival", Start.FORCE)]
 
 
 def test_the_last_line_has_the_figures_of_both_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Runs(seconds={"demo-static": 20.0, "demo": 15.0})
+    runs = Runs(seconds={"demo-static": 20.0, "demo": 15.0, "demo-arrival": 12.0})
     shown = run_all(COMPARED, configs_in(tmp_path), runs)
     row = summary_row(shown)
     assert (row["policy"], row["moves"], row["switch_s_median"]) == ("tide", 0, None)
     assert (row["wall_s"], row["static_wall_s"]) == (65.0, 70.0)
-    assert (row["iterations_s"], row["static_iterations_s"]) == (15.0, 20.0)
+    assert (row["iterations_s"], row["static_iterations_s"], row["arrival_iterations_s"]) == (15.0, 20.0, 12.0)
     assert row["gpu_time_pct"] == {"idle": 25.0, "training": 75.0}
     text = "\n".join(comparison(shown))
     assert "20.0 s under static, 15.0 s under tide (0.75 of it), with the same weights" in text
+    assert "12.0 s under tide in arrival order (0.60 of static in fixed order)" in text
     assert "static: job demo-static" in capsys.readouterr().out
 
 
 def test_the_comparison_says_when_the_weights_differ(tmp_path: Path) -> None:
-    shown = run_all(COMPARED, configs_in(tmp_path), Runs(checksums={"demo": "0f", "demo-static": "1e"}))
-    assert "DIFFERENT weights: 0f, 1e" in "\n".join(comparison(shown))
+    checksums = {"demo": "0f", "demo-static": "1e", "demo-arrival": "2d"}
+    shown = run_all(COMPARED, configs_in(tmp_path), Runs(checksums=checksums))
+    assert "DIFFERENT weights: 0f, 1e" in "\n".join(comparison(shown)), "a run in another order has other weights"
+
+
+def test_the_arrival_run_is_compared_with_the_same_iterations_of_the_others(tmp_path: Path) -> None:
+    shown = run_all(COMPARED, configs_in(tmp_path), Runs())
+    static, tide, arrival = [
+        replace(each, outcome=replace(each.outcome, seconds=dict(enumerate(seconds))))
+        for each, seconds in zip(shown, ([30.0, 20.0, 9.0], [20.0, 15.0, 5.0], [15.0, 10.0]), strict=True)
+    ]
+    *_, last = comparison([static, tide, arrival])
+    assert last == (
+        "the first 2 iterations: 50.0 s under static and 35.0 s under tide in fixed order, 25.0 s under tide in "
+        "arrival order (0.50 of static in fixed order)"
+    )
 
 
 def test_a_run_without_a_trace_has_no_shares_of_time() -> None:

@@ -13,7 +13,9 @@ from simulator.calibration import fitted_values, scenario_of
 from simulator.cost_model import Costs
 from simulator.paced import paced_costs
 from tests.unit.simulator.simulated_recording import recorded_run
+from tidegate.config.sections.costs import CostsSection
 from tidegate.config.sections.pace import PaceSection
+from tidegate.pace.costs import SWITCHES, with_paced_costs
 from tidegate.pace.law import PaceLaw
 from tidegate.types import Layout
 
@@ -54,8 +56,11 @@ def test_a_calibration_of_a_paced_job_takes_its_law_and_fits_only_the_rest(tmp_p
     )
     run = recorded_run(tmp_path, truth, num_iterations=3)
     cluster = run.config.cluster.model_copy(update={"pace": PACE})
-    paced = replace(run, config=run.config.model_copy(update={"cluster": cluster}))
+    assumed = with_paced_costs(CostsSection(), PACE, num_policies=1)
+    assumptions = run.config.assumptions.model_copy(update={"costs": assumed})
+    paced = replace(run, config=run.config.model_copy(update={"cluster": cluster, "assumptions": assumptions}))
     got = scenario_of(fitted_values(paced)).costs
+    assert (got.switch.release_s, got.switch.trainer_warm_s) == (SWITCHES["release_s"], SWITCHES["load_s"])
     for section in ("engine", "inference", "trainer"):
         got_values, want_values = (getattr(costs, section).model_dump() for costs in (got, truth))
         for name, value in want_values.items():
