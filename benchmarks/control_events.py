@@ -112,7 +112,7 @@ _KINDS = ("LoadWeights", "OpenIteration", "CloseIteration", "ScaleDown", "ScaleU
 
 def _spread(timed: list[Timed]) -> dict[str, float]:
     took = sorted(each.took_ms for each in timed)
-    p99 = quantiles(took, n=100, method="inclusive")[98]
+    p99 = quantiles(took, n=100, method="inclusive")[98] if len(took) > 1 else took[0]
     return {"num_commands": len(took), "p50_ms": median(took), "p99_ms": p99, "max_ms": took[-1]}
 
 

@@ -259,7 +259,7 @@ class Leads:
         self._caused_ns |= dict.fromkeys(commands, time.perf_counter_ns())
 
     async def _say(self, role: Role, body: EventBody, **fields: Any) -> None:
-        headers = {"incarnation": self.incarnation, "grants": self._members.get(role, ()), **fields}
+        headers: dict[str, Any] = {"incarnation": self.incarnation, "grants": self._members.get(role, ()), **fields}
         await self._announcer(instance_id(role, NODE), role).publish(body, **headers)
 
     def _announcer(self, source: str, role: Role | None) -> Announcer:
