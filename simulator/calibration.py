@@ -97,6 +97,8 @@ def scenario_text(fitted: Sequence[FittedValue], notes: Sequence[str] = ()) -> s
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_plain(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_plain, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) and not value.isidentifier() else str(value)
@@ -125,6 +127,8 @@ def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
         yield FittedValue(f"cluster.placement.{role.value}", getattr(placement, role.value), "")
     for axis in ("tp", "pp", "dp", *(axis for axis in ("cp", "ep", "vpp") if getattr(layout, axis) > 1)):
         yield FittedValue(f"actor_layout.{axis}", getattr(layout, axis), "")
+    if config.actor.layouts:
+        yield FittedValue("actor_layouts", [each.model_dump(exclude_defaults=True) for each in config.actor.layouts], "")
     if config.actor.num_logical_shards is not None:
         yield FittedValue("actor_num_logical_shards", config.actor.num_logical_shards, "")
     for key in ("prompts_per_iteration", "group_size", "n_minibatches"):

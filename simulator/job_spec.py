@@ -26,6 +26,8 @@ from simulator.cost_model import Costs, imbalance
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
+from simulator.scenario_checks import sharing
+from tidegate.config.checks.actor_layouts import allowed_layouts
 from tidegate.types import GpuId, Layout, Role
 
 COMMAND_DEADLINE_MS = 600_000
@@ -45,6 +47,7 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         Role.INFERENCE: Layout(dp=len(placement.inference)),
     }
     held = {gpu for gpus in has.values() for gpu in gpus}
+    others = allowed_layouts(scenario.actor_layouts, num_gpus=len(placement.cluster), **sharing(scenario))
     return JobSpec(
         placement={role: Placed(has[role], layouts[role]) for role in Role},
         num_iterations=1,
@@ -59,8 +62,13 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         minibatch_order=own.minibatch_order,
         streams=own.streams,
         num_logical_shards=scenario.actor_num_logical_shards,
+        layouts=others,
         costs=measured_costs(scenario.costs, _reshard(scenario)),
-        rates=Rates(_trainer_rates(scenario, layouts[Role.ACTOR], held), scenario.costs.inference.rate_tokens_per_s),
+        rates=Rates(
+            _trainer_rates(scenario, layouts[Role.ACTOR], held),
+            scenario.costs.inference.rate_tokens_per_s,
+            by_layout=_rates_by_layout(scenario.costs, others),
+        ),
         lengths=population_law(scenario.lengths, lengths),
     )
 
@@ -117,6 +125,15 @@ def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) ->
     return tuple(
         (layout.num_ranks, 1.0 / trainer.tokens_s(1.0, layout))
         for layout in sorted(layouts, key=lambda layout: layout.num_ranks)
+    )
+
+
+def _rates_by_layout(costs: Costs, layouts: Collection[Layout]) -> tuple[tuple[Layout, float], ...]:
+    """The trainer's rates in kinds of copies of which some layout has an efficiency of its own."""
+    trainer = costs.trainer
+    known = {replace(layout, dp=1) for layout in layouts if str(layout) in trainer.layout_efficiency}
+    return tuple(
+        (layout, 1.0 / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known
     )
 
 

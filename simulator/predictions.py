@@ -74,6 +74,7 @@ _CONFIGS_KEY = {
     "lengths.max_tokens": "algorithm.max_new_tokens",
     "costs.engine.max_running": "rollout.max_running_requests",
     "actor_layout.tp": "actor.layout.tp",
+    "actor_layouts": "actor.layouts",
     "actor_num_logical_shards": "actor.num_logical_shards",
 }
 """The config's key for each key of a scenario that is made from it."""
@@ -177,6 +178,7 @@ def scenario_of(config: JobConfig, known: PredictionBasis) -> Scenario:
             "seed": config.seed,
             "cluster": {"nodes": config.cluster.nodes, "placement": placement.model_dump()},
             "actor_layout": config.actor.layout.model_dump(),
+            "actor_layouts": [each.model_dump() for each in config.actor.layouts],
             "actor_num_logical_shards": config.actor.num_logical_shards,
             "model": known.model.model_dump() if known.model else None,
             "algorithm": {

@@ -5,7 +5,7 @@ A line names its keys in full, so that their origins can be found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
 from math import inf
@@ -14,6 +14,7 @@ from typing import Any
 from simulator.lengths import LengthLaw
 from simulator.scenario_sections import ScenarioSections
 from tidegate.config.base import ITEM, fields_of
+from tidegate.config.checks.actor_layouts import allowed_layouts
 from tidegate.config.gpu_lists import gpu_indices, list_fault
 from tidegate.config.reading.layers import dotted
 from tidegate.types import Layout, Role
@@ -44,6 +45,7 @@ def scenario_faults(scenario: ScenarioSections) -> list[str]:
         *_placement_faults(scenario),
         *_shards_faults(scenario),
         *_model_faults(scenario),
+        *_actor_layouts_faults(scenario),
         *_workload_faults(scenario),
         *_range_faults(scenario),
         *_fault_faults(scenario),
@@ -116,6 +118,36 @@ def _model_faults(scenario: ScenarioSections) -> Iterator[str]:
     layout = section.layout() if section else Layout()
     if scenario.model and (why := scenario.model.refusal(layout)):
         yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
+
+
+def _actor_layouts_faults(scenario: ScenarioSections) -> Iterator[str]:
+    """The checks of a job's config that need no model of its own."""
+    num_gpus, num_shards = len(scenario.cluster.gpus()), scenario.actor_num_logical_shards
+    home = scenario.actor_layout.layout() if scenario.actor_layout else Layout()
+    for at, section in enumerate(scenario.actor_layouts):
+        layout, key = section.layout(), f"actor_layouts.{at}"
+        if num_shards is not None and (layout.tp, layout.cp) != (home.tp, home.cp):
+            yield (
+                f"{key}: tp={layout.tp} cp={layout.cp} is not the tp={home.tp} cp={home.cp} of actor_layout, and with "
+                "actor_num_logical_shards only dp, pp and vpp may change: give it that tp and cp"
+            )
+        elif layout.num_ranks > num_gpus:
+            yield f"{key}: layout {layout} has {layout.num_ranks} ranks and the cluster {num_gpus} GPUs: lower an axis"
+        elif scenario.model and (why := scenario.model.refusal(layout)):
+            yield f"{key}.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
+        elif not allowed_layouts([section], num_gpus=num_gpus, **sharing(scenario)):
+            own = scenario.algorithm
+            yield (
+                f"{key}: no dp of layout {layout} shares a minibatch of {own.prompts_per_iteration} / "
+                f"{own.n_minibatches} prompts, divides actor_num_logical_shards and gives ep its ranks: change an axis"
+            )
+
+
+def sharing(scenario: ScenarioSections) -> Mapping[str, Any]:
+    """What the copies of the actor share: the samples of a minibatch, and the logical shards."""
+    own = scenario.algorithm
+    num_samples = own.prompts_per_iteration // own.n_minibatches * own.group_size
+    return {"num_samples": num_samples, "num_shards": scenario.actor_num_logical_shards}
 
 
 def _workload_faults(scenario: ScenarioSections) -> Iterator[str]:

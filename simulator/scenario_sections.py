@@ -12,7 +12,7 @@ from simulator.happenings import What
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
 from tidegate.config.base import Count, GpuList, Nodes, NonNegativeFloat, Positive, Section
-from tidegate.config.sections.job import LayoutSection
+from tidegate.config.sections.job import AllowedLayoutSection, LayoutSection
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.types import GpuId, MinibatchOrder, NodeId, gpu_id
 
@@ -73,6 +73,8 @@ class ScenarioSections(Section):
     cluster: ClusterSection
     actor_layout: LayoutSection | None = None
     """The layout on the actor's first GPUs. None: tp 1, pp 1, and dp is the number of GPUs."""
+    actor_layouts: tuple[AllowedLayoutSection, ...] = ()
+    """As `actor.layouts` of a job: what a policy may choose besides copies like those of `actor_layout`."""
     actor_num_logical_shards: Positive | None = None
     """For a reproducible actor: `actor.num_logical_shards` of a job. None: every dp is legal."""
     model: ModelSection | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidegate.attempts import AttemptFolder, newest_attempt
+from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.config.checks.layouts import layout_fault
 from tidegate.config.job_config import ConfigError, JobConfig
@@ -168,6 +169,7 @@ class Job:
         """The same for the whole job, whatever layouts its actor goes through."""
         num_slots = len(self.config.placement(Role.ACTOR)) + len(self.config.standby())
         configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
+        configured += [each.tp for each in self.config.actor.layouts]
         return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
 
     def layout_fault(self, role: Role, layout: Layout) -> str | None:
@@ -221,6 +223,9 @@ def load_job(config: JobConfig) -> Job:
         for role in (Role.ACTOR, Role.INFERENCE):
             if (fault := job.layout_fault(role, config.layout(role))) is not None:
                 raise ConfigError(f"{role}.layout: {fault}")
+        for layout in policy_layouts(config):
+            if (fault := job.layout_fault(Role.ACTOR, layout)) is not None:
+                raise ConfigError(f"actor.layouts: {fault}")
         if config.model.torch_dist:
             parameters = model_parameters(model, padded_vocab=job.padded_vocab)
             job = replace(job, torch_dist=open_torch_dist(Path(config.model.torch_dist), parameters))

@@ -20,6 +20,7 @@ import json
 
 from pydantic import ValidationError, model_validator
 
+from tidegate.config.checks.actor_layouts import actor_layout_faults
 from tidegate.config.checks.data import data_faults
 from tidegate.config.checks.evaluation import evaluation_faults
 from tidegate.config.checks.faults import fault_line
@@ -52,7 +53,7 @@ class JobConfig(JobSections):
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         faults += [*microbatch_faults(self), *pace_faults(self)]
         # These compute with minibatches that divide, so they run only on a config without other faults.
-        faults += [] if faults else [*replica_faults(self), *lr_faults(self)]
+        faults += [] if faults else [*replica_faults(self), *actor_layout_faults(self), *lr_faults(self)]
         if faults:
             raise ConfigError("\n".join(faults))
         return self

@@ -20,7 +20,8 @@ Invariants:
 Assumptions, where nothing is published:
 - A donor has no sequence that waits for an engine.
 - Inference gets its configured GPUs while groups wait for it or are still to come, then none.
-- The trainer gets the rest in whole data-parallel copies, in any number, and never fewer than it has. The published 16,
+- The trainer gets the rest in whole data-parallel copies, in any number, and never fewer GPUs than it has. Of several
+  layouts that the job allows it gets the fastest (`actor_layouts`). The published 16,
   32 and 52 GPUs are no divisors of a minibatch.
 - After a move the remaining engines use at most `max_kv_use` of their KV capacity.
 - The engines with the fewest KV tokens leave.
@@ -35,16 +36,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.policy.situation import Choice, Situation, Split
-from services.scheduler.policy.stages import remaining_work, slowest_stage_s
-from services.scheduler.state.layouts import (
-    Replica,
-    engine_size,
-    largest_dp,
-    most_copies,
-    placed_gpus,
-    replica_size,
-    replicas,
-)
+from services.scheduler.policy.stages import layouts_of, remaining_work, slowest_stage_s
+from services.scheduler.state.layouts import Replica, engine_size, placed_gpus, replica_size, replicas
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec
 from tidegate.types import GpuId, NodeId, Role, node_of
@@ -200,7 +193,7 @@ def split_of(situation: Situation, num_engines: int) -> Split:
     unit = replica_size(spec.placement[Role.INFERENCE].layout)
     num_configured = 0 if situation.is_inferred else len(spec.placement[Role.INFERENCE].gpus)
     num_inference = max(0, min(num_configured, rest - now)) // unit * unit
-    num_trainer = max(now, _largest_trainer(spec, rest - num_inference))
+    num_trainer = max(now, layouts_of(situation).num_ranks(max(0, rest - num_inference)))
     left = max(0, rest - num_inference - num_trainer)
     if num_configured:
         num_inference += left // unit * unit
@@ -208,14 +201,6 @@ def split_of(situation: Situation, num_engines: int) -> Split:
     if situation.num_unfinished:
         num_engines = min(len(situation.engines), num_engines + left // size)
     return Split(num_engines, num_trainer, num_inference)
-
-
-def _largest_trainer(spec: JobSpec, num_gpus: int) -> int:
-    """GPUs of the most data-parallel copies that fit, at most one copy for each sequence of a minibatch."""
-    layout = spec.placement[Role.ACTOR].layout
-    size = replica_size(layout)
-    most = min(num_gpus // size, spec.num_samples_per_minibatch)
-    return largest_dp(layout, most, num_shards=spec.num_logical_shards) * size
 
 
 def _present(situation: Situation) -> Split:
@@ -245,8 +230,7 @@ def _assigned(situation: Situation, split: Split) -> Assignment:
     inference, pool = tuple(pool[: split.num_inference_gpus]), pool[split.num_inference_gpus :]
     pool.sort(key=lambda gpu: gpu not in homes[Role.ACTOR])
     gpus = (*trainer, *pool[: split.num_trainer_gpus - len(trainer)])
-    layout = spec.placement[Role.ACTOR].layout
-    return Assignment(engines, most_copies(layout, gpus, num_shards=spec.num_logical_shards), inference)
+    return Assignment(engines, layouts_of(situation).placed(gpus), inference)
 
 
 def _everywhere(spec: JobSpec) -> tuple[Replica, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.policy.actor_layouts import actor_layouts
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import engine_size, most_copies, placed_gpus, replicas
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
@@ -42,18 +43,19 @@ class PhasesPolicy:
             at = Assignment(replicas(placed_gpus(spec), engine_size(spec)), trainer=None, inference=())
         elif not situation.is_inferred:
             why = f"{len(situation.inference.inferring.ready)} of {situation.generation.num_groups} groups are inferred"
-            whole = _largest(spec, Role.INFERENCE)
+            whole = most_copies(spec.placement[Role.INFERENCE].layout, placed_gpus(spec))
             at = Assignment((), trainer=None, inference=whole.gpus if whole else ())
         else:
             why = "all groups are inferred"
-            # At most one copy a sequence: a copy without a sequence could not train.
-            trainer = _largest(spec, Role.ACTOR, most=spec.num_samples_per_minibatch)
-            at = Assignment((), trainer=trainer, inference=())
+            at = Assignment((), trainer=_trainer(situation), inference=())
         reason = f"static, collocated: {why}; {at}"
         return Choice(at, trains=at.trainer is not None, reason=reason, memory=PhasesMemory())
 
 
-def _largest(spec: JobSpec, role: Role, *, most: int | None = None) -> Placed | None:
-    """As many whole copies of the component as all GPUs make, and at most `most`."""
-    num_shards = spec.num_logical_shards if role is Role.ACTOR else None
-    return most_copies(spec.placement[role].layout, placed_gpus(spec), most=most, num_shards=num_shards)
+def _trainer(situation: Situation) -> Placed | None:
+    """The fastest layout on all GPUs. A trainer that has GPUs keeps its kind of copies: a measurement moves no GPU."""
+    spec, placed = situation.spec, situation.trainer.placed
+    # At most one copy a sequence: a copy without a sequence could not train.
+    layouts = actor_layouts(situation, len(gpus := placed_gpus(spec)), most_copies=spec.num_samples_per_minibatch)
+    kept = layouts.most_like(placed.layout, gpus) if placed else None
+    return kept or layouts.placed(gpus)

@@ -11,7 +11,7 @@ DynaRL did not publish its predictor. These are assumptions:
   over finished and unfinished lengths. One that is longer than all finished ones gets `BEYOND` times its length. With
   hints a sequence gets what its prompt's posterior says (`lengths_law`).
 - The rollout ends with its longest sequence, at the speed of a decode step over all that run now.
-- The trainer's rate is the curve that all policies have (`trainer_rates`).
+- The trainer's rates and layouts are those that all policies have (`trainer_rates`, `actor_layouts`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.scheduler.policy.actor_layouts import ActorLayouts, actor_layouts
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Situation, Split
-from services.scheduler.policy.trainer_rates import TrainerCurve, trainer_curve
-from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.observed import Floats, Generation
-from tidegate.types import Role
 
 BEYOND = 1.1
 """With 1 the longest sequence would end at once, and the rollout would look done in its tail."""
@@ -39,15 +37,16 @@ class RemainingWork:
 
     longest_left_tokens: the tokens that the longest sequence still makes.
     num_updates: minibatches that are not begun.
-    switch_s: seconds from one number of the trainer's copies to another, [before, after].
+    layouts: the trainer's layouts by number of GPUs, with their rates.
+    switch_s: seconds from one number of their steps to another, [before, after].
     """
 
     longest_left_tokens: float
     to_infer_tokens: float
     to_train_tokens: float
     num_updates: int
+    layouts: ActorLayouts
     switch_s: Floats
-    trainer: TrainerCurve
 
 
 def remaining_work(situation: Situation, *, uses_hints: bool) -> RemainingWork:
@@ -59,15 +58,21 @@ def remaining_work(situation: Situation, *, uses_hints: bool) -> RemainingWork:
     else:
         ends = np.where(picture.is_unfinished, expected_length(picture)(lengths), lengths)
     by_group = ends.reshape(-1, picture.group_size).sum(axis=1)
-    copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
+    layouts = layouts_of(situation)
     return RemainingWork(
         longest_left_tokens=float((ends - lengths).max(initial=0.0)),
         to_infer_tokens=float(np.delete(by_group, ready).sum()),
         to_train_tokens=float(np.delete(by_group, ready[: training.num_taken]).sum()),
         num_updates=situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary),
-        switch_s=situation.costs.trainer_switches_s(copy_size=copy, most=len(situation.spec.gpus) // copy),
-        trainer=trainer_curve(situation),
+        layouts=layouts,
+        switch_s=layouts.switches_s(situation.costs),
     )
+
+
+def layouts_of(situation: Situation) -> ActorLayouts:
+    """The trainer's layouts on up to all GPUs of the job, with at most one copy for each sequence of a minibatch."""
+    spec = situation.spec
+    return actor_layouts(situation, len(spec.gpus), most_copies=spec.num_samples_per_minibatch)
 
 
 def expected_length(picture: Generation) -> Callable[[Floats], Floats]:
@@ -134,11 +139,10 @@ def _train_s(situation: Situation, left: RemainingWork, split: Split) -> float:
         return 0.0
     if not split.num_trainer_gpus:
         return math.inf
-    now = situation.trainer.num_gpus
-    copy = replica_size(situation.spec.placement[Role.ACTOR].layout)
-    copies = split.num_trainer_gpus // copy
-    switch_s = float(left.switch_s[now // copy, copies])
+    layouts = left.layouts
+    now, then = layouts.steps(situation.trainer.num_gpus), layouts.steps(split.num_trainer_gpus)
+    switch_s = float(left.switch_s[now, then])
     # A person may have moved the actor, within the iteration, to smaller copies: it then has GPUs for less than one.
-    rate = float(left.trainer.tokens_per_s(np.array([max(1, copies)]), copy_size=copy)[0])
+    rate = float(layouts.rates[max(then, layouts.steps(layouts.fewest))])
     train_s = left.to_train_tokens / rate + left.num_updates * situation.costs.update_s
     return train_s + switch_s

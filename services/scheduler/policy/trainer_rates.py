@@ -13,8 +13,9 @@ What was measured, in this iteration or in earlier ones, gives the correction in
 
 So one measured minibatch corrects all layouts by the same factor, and every further layout bends the curve.
 
-A policy changes only the number of the actor's copies. So only measurements in layouts of copies like those of the
-actor's home count. Where there is none, all count, as in the first minibatch after an operator changed tp.
+The curve is that of one kind of copy, such as those of the actor's home: only measurements in layouts of such copies
+count. Where there is none, all count, as in the first minibatch after an operator changed tp. So kinds of copies differ
+where that was measured, or where the job's rates are given by layout (`Rates.by_layout`).
 
 The curve is for minibatches that divide over the data-parallel copies. One that does not runs at the pace of the copy
 with the most of it; measurements are converted likewise.
@@ -34,6 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.scheduler.policy.situation import Situation, minibatch_sizes
+from services.scheduler.state.costs import Rates
 from services.scheduler.state.observed import Floats, Ints, TrainerRate
 from tidegate.types import Layout, Role
 
@@ -76,12 +78,14 @@ class TrainerCurve:
         return rates
 
 
-def trainer_curve(situation: Situation) -> TrainerCurve:
-    """The last of several measurements on the same number of GPUs counts."""
+def trainer_curve(situation: Situation, copy: Layout | None = None) -> TrainerCurve:
+    """The curve of copies like those of the layout; None: like those of the actor's home. The last of several
+    measurements on the same number of GPUs counts."""
     spec = situation.spec
-    measured = _of_copies_like(spec.placement[Role.ACTOR].layout, situation.trainer.training.measured)
-    sequences = max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
-    assumed = _line(spec.rates.trainer)
+    kind = spec.placement[Role.ACTOR].layout if copy is None else copy
+    measured = _of_copies_like(kind, situation.trainer.training.measured)
+    sequences = num_sequences(situation)
+    assumed = _line(_assumed(spec.rates, kind))
     if not measured:
         return TrainerCurve(sequences, assumed)
     found = _line((each.layout.num_ranks, _if_even(each, sequences)) for each in measured)
@@ -89,9 +93,22 @@ def trainer_curve(situation: Situation) -> TrainerCurve:
     return TrainerCurve(sequences, assumed, off)
 
 
-def _of_copies_like(home: Layout, measured: tuple[TrainerRate, ...]) -> tuple[TrainerRate, ...]:
-    """The measurements in layouts that differ from `home` in dp alone; all measurements where there is no such one."""
-    copy = replace(home, dp=1)
+def num_sequences(situation: Situation) -> int:
+    """The sequences of a minibatch."""
+    spec = situation.spec
+    return max(minibatch_sizes(situation.generation.num_groups, spec.num_minibatches)) * spec.group_size
+
+
+def _assumed(rates: Rates, kind: Layout) -> Iterable[tuple[int, float]]:
+    """Those of the kind's layouts where the job gives some, else those by number of GPUs alone."""
+    copy = replace(kind, dp=1)
+    own = [(layout.num_ranks, rate) for layout, rate in rates.by_layout if replace(layout, dp=1) == copy]
+    return own or rates.trainer
+
+
+def _of_copies_like(kind: Layout, measured: tuple[TrainerRate, ...]) -> tuple[TrainerRate, ...]:
+    """The measurements in layouts that differ from `kind` in dp alone; all measurements where there is no such one."""
+    copy = replace(kind, dp=1)
     return tuple(each for each in measured if replace(each.layout, dp=1) == copy) or measured
 
 

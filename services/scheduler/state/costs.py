@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from services.scheduler.state.observed import Floats
-from services.scheduler.state.switch_costs import ReshardCosts, TrainerSwitchCosts, switch_seconds
+from services.scheduler.state.switch_costs import ReshardCosts, TrainerSwitchCosts, reshape_seconds, switch_seconds
 from tidegate.config.sections.costs import CostsSection, LengthsSection
+from tidegate.types import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +80,28 @@ class Costs:
         own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
         return switch_seconds(own, copy_size=copy_size, most=most, known=known)
 
+    def trainer_reshapes_s(self, *, copy_size: int, new_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
+        """The matrix of `reshape_seconds`: by the number of the trainer's copies of `copy_size` GPUs before, and of
+        `new_size` GPUs after."""
+        own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
+        return reshape_seconds(own, copy_size=copy_size, new_size=new_size, most=most, known=known)
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates in tokens/s that hold until the job has measured its own.
 
-    `trainer` has pairs of a number of GPUs and the trainer's rate on them, for some numbers of GPUs.
+    `trainer` has pairs of a number of GPUs and the trainer's rate on them, for some numbers of GPUs. `by_layout` has
+    rates in layouts of copies that are known to be faster or slower than others on as many GPUs.
     """
 
     trainer: tuple[tuple[int, float], ...]
     inference_tokens_per_s_per_gpu: float
+    by_layout: tuple[tuple[Layout, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.trainer or any(size < 1 or not 0 < rate < math.inf for size, rate in self.trainer):
+        rated = (*self.trainer, *((layout.num_ranks, rate) for layout, rate in self.by_layout))
+        if not self.trainer or any(size < 1 or not 0 < rate < math.inf for size, rate in rated):
             rates = f"rates of the trainer by its number of GPUs: {self.trainer}"
             raise ValueError(f"{rates}; give at least one, each finite and above 0")
         if not 0 < self.inference_tokens_per_s_per_gpu < math.inf:

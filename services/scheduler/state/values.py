@@ -98,6 +98,8 @@ class JobSpec:
     """A minibatch begins with the first groups that arrive. Otherwise it begins once all its groups are there."""
     num_logical_shards: int | None = None
     """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
+    layouts: tuple[Layout, ...] = ()
+    """The layouts that a policy may choose for the actor besides copies like those of its home, in any number."""
     costs: Costs = ASSUMED_COSTS
     rates: Rates = ASSUMED_RATES
     lengths: LengthLaw = ASSUMED_LENGTHS

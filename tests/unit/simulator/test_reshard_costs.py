@@ -99,6 +99,31 @@ def test_communicators_are_built_once_for_a_layout_on_its_gpus_and_again_after_a
     assert resized(over, CLUSTER[:2]) == pytest.approx(anew_s, rel=1e-4)
 
 
+RESHAPES = (
+    (Layout(tp=4, dp=2), Layout(tp=2, dp=4)),
+    (Layout(tp=4, dp=2), Layout(tp=2, dp=6)),
+    (Layout(tp=2, dp=4), Layout(tp=4, dp=2)),
+    (Layout(tp=2, dp=5), Layout(tp=4, dp=1)),
+    (Layout(tp=4), Layout(tp=2, dp=3)),
+    (Layout(tp=2, pp=2, dp=2), Layout(tp=4, dp=4)),
+    (Layout(pp=4, dp=2), Layout(tp=4, dp=3)),
+    (Layout(tp=4, dp=8), Layout(pp=2, dp=8)),
+)
+
+
+@pytest.mark.parametrize("change", RESHAPES, ids=lambda change: f"{change[0]} to {change[1]}")
+def test_the_closed_form_of_a_change_between_kinds_of_copies_is_near_the_bytes_of_the_plan(
+    change: tuple[Layout, Layout],
+) -> None:
+    (source, target), model = change, QWEN25_7B
+    tolerance = 0.001 if source.pp == target.pp == 1 else 0.2
+    costs = ReshardCosts(0.0, 0.0, 1.0, model.weight_bytes, model.optimizer_bytes, gpus_per_host=8)
+    planned = moved_bytes(model, change_of(GPUS[: source.num_ranks], source, GPUS[: target.num_ranks], target))
+    sizes = {"copy_size": source.num_ranks // source.dp, "new_size": target.num_ranks // target.dp}
+    closed = float(costs.reshaped_bytes(np.array(float(source.dp)), np.array(float(target.dp)), **sizes))
+    assert closed == pytest.approx(planned, rel=tolerance)
+
+
 SMALL_STEPS = ((1, 2), (2, 5), (3, 4), (3, 7), (7, 12), (8, 14), (15, 16), (16, 15), (14, 4), (4, 1))
 CASES = {
     "7B, tp 4": (QWEN25_7B, 4, SMALL_STEPS),

@@ -46,6 +46,27 @@ class LayoutSection(_Section):
         return Layout(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, vpp=self.vpp)
 
 
+class AllowedLayoutSection(_Section):
+    """Layouts that a policy may choose for the actor: the axes of a data-parallel copy, and the number of copies."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive | None = None
+    """None: any number of copies that fits the minibatch and the GPUs."""
+    cp: Positive = 1
+    ep: Positive = 1
+    vpp: Positive = 1
+
+    @model_validator(mode="after")
+    def _makes_a_layout(self) -> AllowedLayoutSection:
+        self.layout()
+        return self
+
+    def layout(self, dp: int | None = None) -> Layout:
+        """The layout with `dp` copies; None: with those of the section, or one."""
+        return Layout(tp=self.tp, pp=self.pp, dp=dp or self.dp or 1, cp=self.cp, ep=self.ep, vpp=self.vpp)
+
+
 class PlacementSection(_Section):
     """The GPUs of each component, counted over the nodes in order: `0-3`, `0,2,5`, `4`."""
 
@@ -141,6 +162,8 @@ class ActorSection(_Section):
     """Training."""
 
     layout: LayoutSection = LayoutSection()
+    layouts: tuple[AllowedLayoutSection, ...] = ()
+    """What a policy may choose besides `layout` with any number of copies."""
     standby: GpuList = ""
     """GPUs that the actor may get while it works, besides those of its placement, in the notation of the placement."""
     standby_memory_mib: Positive = 2048

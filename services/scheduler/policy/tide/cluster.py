@@ -1,8 +1,8 @@
 """What a plan divides: the GPUs that are there, in the units of each component, and the speed of each number of units.
 
 Invariants:
-- More GPUs are never slower for want of a layout: where a number of copies has none, `unit_rates` has the rate of the
-  next smaller one that has. [test_cluster: never_fall_where_a_larger_layout]
+- More GPUs are never slower for want of a layout: `unit_rates` has the rate of the next smaller one.
+  [test_cluster: never_fall_where_a_larger_layout]
 - Divisibility rules out no number of GPUs: a minibatch that does not divide over the copies runs at the pace of the
   copy with most of it. [test_tide_policy: a_trainer_of_any_number_of_copies]
 """
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.scheduler.policy.actor_layouts import actor_layouts, fewest_gpus, step_of
 from services.scheduler.policy.situation import Situation, Split
-from services.scheduler.policy.trainer_rates import trainer_curve
+from services.scheduler.policy.trainer_rates import num_sequences
 from services.scheduler.state.layouts import engine_size, replica_size
 from services.scheduler.state.observed import Floats, Ints
 from services.scheduler.state.remembered import Assignment
@@ -62,9 +63,10 @@ class Plans:
 class Cluster:
     """What the plans divide.
 
-    unit_size: GPUs of a data-parallel copy of the trainer.
-    unit_rates: the trainer's tokens a second by number of copies; 0 where these are too few for any layout.
-    switch_s: seconds from one number of copies to another, [before, after].
+    unit_size: the step in which the trainer's GPUs are counted: those of a data-parallel copy, where it has one kind of
+      copies.
+    unit_rates: the trainer's tokens a second by number of units; 0 where these are too few for any layout.
+    switch_s: seconds from one number of units to another, [before, after].
     inference_rate: tokens a second of one GPU.
     until_s: seconds until the end of the open minibatch; None while it is not known.
     """
@@ -84,25 +86,25 @@ class Cluster:
     until_s: float | None
 
     def units(self, num_gpus: Floats) -> Ints:
-        """Data-parallel copies of the trainer, at most those with a rate."""
-        copies: Ints = np.minimum(num_gpus / self.unit_size, len(self.unit_rates) - 1).astype(np.int64)
-        return copies
+        """Units of the trainer, at most those with a rate."""
+        units: Ints = np.minimum(num_gpus / self.unit_size, len(self.unit_rates) - 1).astype(np.int64)
+        return units
 
 
 def cluster_of(
     situation: Situation, assignment: Assignment, there: tuple[GpuId, ...], *, trained_on: tuple[int, ...] = ()
 ) -> Cluster:
-    """The cluster with the assignment carried out. `trained_on`: numbers of copies that have their communicators."""
+    """The cluster with the assignment carried out. `trained_on`: numbers of units whose layouts have their
+    communicators."""
     training, engines = situation.trainer.training, situation.engines
+    layouts = actor_layouts(situation, len(there), most_copies=num_sequences(situation))
     until_s = None if training.closes_at_ms is None else max(0.0, (training.closes_at_ms - situation.now_ms) / 1000)
     return Cluster(
         num_gpus=len(there),
         engine_size=engine_size(situation.spec),
-        unit_size=unit_size(situation),
-        unit_rates=_unit_rates(situation, len(there)),
-        switch_s=situation.costs.trainer_switches_s(
-            copy_size=unit_size(situation), most=len(there) // unit_size(situation), known=trained_on
-        ),
+        unit_size=layouts.step,
+        unit_rates=layouts.rates,
+        switch_s=layouts.switches_s(situation.costs, trained_on=trained_on),
         inference_rate=situation.inference_tokens_per_s_per_gpu,
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),
@@ -123,8 +125,8 @@ def gpus_there(situation: Situation) -> tuple[GpuId, ...]:
 
 
 def unit_size(situation: Situation) -> int:
-    """GPUs of a data-parallel copy of the trainer."""
-    return replica_size(situation.spec.placement[Role.ACTOR].layout)
+    """The step in which the trainer's GPUs are counted."""
+    return step_of(situation.spec)
 
 
 def copy_size(situation: Situation) -> int:
@@ -133,8 +135,8 @@ def copy_size(situation: Situation) -> int:
 
 
 def can_train(situation: Situation, num_gpus: int) -> bool:
-    """Whether one copy of the trainer fits."""
-    return num_gpus >= unit_size(situation)
+    """Whether the smallest layout of the trainer fits."""
+    return num_gpus >= fewest_gpus(situation.spec)
 
 
 def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer: bool = False) -> Split:
@@ -142,7 +144,7 @@ def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer:
 
     1. the rollout one engine, while it has work;
     2. inference one copy;
-    3. the trainer one copy;
+    3. the trainer its smallest layout;
     4. inference the rest of its share, then the trainer the rest of its share;
     5. the rollout what is left, or inference once nothing is generated.
 
@@ -154,7 +156,7 @@ def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer:
         return Split(0, num_gpus // unit * unit, 0)
     least = size if situation.num_unfinished else 0
     room = max(0, num_gpus - least - (split.num_trainer_gpus if keeps_trainer else 0))
-    inference = max(copy, min(split.num_inference_gpus, room if keeps_trainer else room - unit))
+    inference = max(copy, min(split.num_inference_gpus, room if keeps_trainer else room - fewest_gpus(situation.spec)))
     inference = min(inference, room) // copy * copy
     trainer = split.num_trainer_gpus
     if not keeps_trainer:
@@ -162,14 +164,3 @@ def fitting(situation: Situation, split: Split, num_gpus: int, *, keeps_trainer:
     if not situation.num_unfinished:
         return Split(0, trainer, (num_gpus - trainer) // copy * copy)
     return Split((num_gpus - trainer - inference) // size, trainer, inference)
-
-
-def _unit_rates(situation: Situation, num_gpus: int) -> Floats:
-    unit, curve = unit_size(situation), trainer_curve(situation)
-    layout = situation.spec.placement[Role.ACTOR].layout
-    dp = np.arange(num_gpus // unit + 1)
-    # The rule of `with_dp`, for all numbers of copies at once.
-    divides = (situation.spec.num_logical_shards or 0) % np.maximum(dp, 1) == 0
-    dp = np.where((dp <= curve.num_sequences) & (dp * layout.cp % layout.ep == 0) & divides, dp, 0)
-    dp = np.maximum.accumulate(dp)
-    return np.where(dp > 0, curve.tokens_per_s(np.maximum(dp, 1), copy_size=unit), 0.0)

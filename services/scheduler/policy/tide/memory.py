@@ -36,7 +36,7 @@ class TideMemory(PolicyMemory):
     """is_begun: the trainer has got its GPUs in this iteration.
     num_answered: the number of minibatches that have got their GPUs.
     plan: how to go on.
-    trained_on: the numbers of data-parallel copies that the trainer had since it last had no GPUs, in ascending order.
+    trained_on: the numbers of units (`cluster`) that the trainer had since it last had no GPUs, in ascending order.
     """
 
     is_begun: bool = False

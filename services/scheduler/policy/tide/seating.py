@@ -16,22 +16,22 @@ Invariants:
 
 from __future__ import annotations
 
+from services.scheduler.policy.actor_layouts import actor_layouts, is_allowed
 from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.tide.cluster import copy_size
-from services.scheduler.state.layouts import Replica, engine_size, largest_dp, most_copies, replica_size, replicas
+from services.scheduler.state.layouts import Replica, engine_size, replica_size, replicas
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for, by_node, in_units
-from tidegate.types import GpuId, NodeId, Role, node_of
+from services.scheduler.state.values import Placed
+from tidegate.types import GpuId, Layout, NodeId, node_of
 
 
 def seated(situation: Situation, split: Split, before: Assignment, there: tuple[GpuId, ...]) -> Assignment:
     """`there`: all GPUs that may be assigned; they suffice for the split (`cluster.fitting`)."""
     alive = set(there)
-    spec = situation.spec
-    layout, num_shards = spec.placement[Role.ACTOR].layout, spec.num_logical_shards
-    unit = replica_size(layout)
-    # Copies beyond the largest layout are left to the other components.
-    num_trainer = largest_dp(layout, split.num_trainer_gpus // unit, num_shards=num_shards) * unit
+    layout = _layout(situation, split, before, alive)
+    # GPUs beyond the largest layout are left to the other components.
+    num_trainer = layout.num_ranks if layout else 0
     engines = [engine for engine in before.engines if alive.issuperset(engine)]
     trainer = [gpu for gpu in (before.trainer.gpus if before.trainer else ()) if gpu in alive][:num_trainer]
     near = {node_of(gpu) for gpu in trainer}
@@ -41,7 +41,7 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     pool = [gpu for gpu in there if gpu not in taken]
     stays = [gpu for gpu in pool if gpu in present][: split.num_inference_gpus]
     pool = but_for(pool, stays)
-    more = in_units(pool, unit, num_trainer - len(trainer), near)
+    more = in_units(pool, replica_size(layout), num_trainer - len(trainer), near) if layout else ()
     pool = but_for(pool, more)
     num_new = split.num_engines - len(engines)
     new = _new_engines(pool, engine_size(situation.spec), num_new) if situation.num_unfinished else []
@@ -54,9 +54,25 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     inference = (*stays, *joins, *odd)
     return Assignment(
         engines=(*engines, *new, *extra),
-        trainer=most_copies(layout, (*trainer, *more), num_shards=num_shards),
+        trainer=_placed(situation, (*trainer, *more), layout),
         inference=inference[: len(inference) // copy_size(situation) * copy_size(situation)],
     )
+
+
+def _layout(situation: Situation, split: Split, before: Assignment, alive: set[GpuId]) -> Layout | None:
+    """The trainer's layout; None where it gets no GPUs. Where it keeps all its GPUs it keeps its layout."""
+    kept = before.trainer
+    is_kept = kept is not None and len(kept.gpus) == split.num_trainer_gpus and alive.issuperset(kept.gpus)
+    if kept is not None and is_kept and is_allowed(situation.spec, kept.layout):
+        return kept.layout
+    return actor_layouts(situation, len(alive)).on(split.num_trainer_gpus)
+
+
+def _placed(situation: Situation, gpus: tuple[GpuId, ...], layout: Layout | None) -> Placed | None:
+    if layout is not None and len(gpus) == layout.num_ranks:
+        return Placed(gpus, layout)
+    # Engines keep GPUs where one of the split's was lost, so the trainer may find fewer than its share.
+    return actor_layouts(situation, len(gpus)).placed(gpus)
 
 
 def _kept(situation: Situation, engines: list[Replica], num: int, near: set[NodeId]) -> list[Replica]:

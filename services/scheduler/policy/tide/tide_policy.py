@@ -225,12 +225,12 @@ def _split_of(situation: Situation) -> Split:
 
 
 def _memory(situation: Situation) -> TideMemory:
-    """The memory, with the trainer's present number of copies in `trained_on`. Communicators of another iteration do
+    """The memory, with the trainer's present number of units in `trained_on`. Communicators of another iteration do
     not count: they were on other GPUs. A trainer that has lost its GPUs has no communicators."""
     own, recalled = situation.remembered.own, situation.recalled(TideMemory)
     memory = own if isinstance(own, TideMemory) else TideMemory()
-    copies, earlier = situation.trainer.num_gpus // unit_size(situation), memory.trained_on if recalled else ()
-    return replace(memory, trained_on=tuple(sorted({*earlier, copies})) if copies else ())
+    units, earlier = situation.trainer.num_gpus // unit_size(situation), memory.trained_on if recalled else ()
+    return replace(memory, trained_on=tuple(sorted({*earlier, units})) if units else ())
 
 
 def _repaired(situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> Assignment:

@@ -25,12 +25,13 @@ from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.costs import costs_of, lengths_of, rates_of
 from services.scheduler.state.values import Fate, JobSpec, Placed, Snapshot
 from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
+from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 7
+STATE_FORMAT = 8
 """Raise it with every change of the fields of a state. Otherwise a state of the old format is read wrongly, or is
 refused for a field without a remedy."""
 
@@ -56,6 +57,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         minibatch_order=algorithm.minibatch_order,
         streams=config.actor.streams_minibatches,
         num_logical_shards=config.actor.num_logical_shards,
+        layouts=policy_layouts(config),
         costs=costs_of(config.assumptions.costs, gpus_per_host=max(config.cluster.nodes.values())),
         rates=rates_of(config.assumptions.costs, num_gpus=len(config.cluster.gpus())),
         lengths=lengths_of(config.assumptions.lengths, max_new_tokens=algorithm.max_new_tokens),
