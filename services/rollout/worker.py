@@ -132,6 +132,10 @@ class EngineWorker:
 
     def _load(self, call: wire.WorkerCall) -> Answer:
         job, engine = self._started()
+        if self._is_asleep:
+            # A lead died while it put the engine to rest. The next one finds a member, and wants it at work.
+            engine.wake()
+            self._is_asleep = False
         shards = call.load_shards
         itemsize = job.config.actor.precision.itemsize
         parameters = model_parameters(job.model, padded_vocab=job.padded_vocab, itemsize=itemsize)

@@ -18,7 +18,8 @@ from tests.unit.rollout.outcomes import groups_on_stream, scale_down
 from tests.unit.rollout.real_engines import RealBench, RealEngines, published_weights, real_rollout
 from tidegate.codec import decode_sample_id
 from tidegate.types import Grant
-from tidegate.v1 import samples_pb2
+from tidegate.v1 import commands_pb2, samples_pb2
+from tidegate.v1 import workers_pb2 as wire
 
 LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 32}
 
@@ -105,6 +106,25 @@ async def test_an_engine_that_leaves_hands_its_unfinished_responses_over_and_the
         assert sorted(engines.sent(SECOND).values()) == [0, 0, 0, 0, 3, 3, 3, 3]
         progress = (await of.published("progress", count=4))[-1].progress
         assert (progress.metrics["num_moves"], progress.metrics["num_moved_tokens"]) == (4.0, 12.0)
+
+
+async def test_a_new_lead_loads_an_engine_that_the_lead_before_it_put_to_rest(
+    tmp_path: Path, want: list[samples_pb2.Sample]
+) -> None:
+    engines = RealEngines()
+    async with real_rollout(tmp_path, engines, algorithm=LONG) as of:
+        weights = published_weights(of, 0)
+        of.new_lead().take(of.scale_up(weights=weights))
+        await of.published("layout_committed")
+        rest = wire.StartEngine(config_json=of.config.to_json(), stands_by=True)
+        list(engines.of[FIRST].worker.handle(wire.WorkerCall(call_id=1, start_engine=rest)))
+        lead = of.new_lead()
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.header(), weights=weights))
+        await of.published("weights_loaded")
+        lead.take(of.open_iteration())
+        assert await responses(of) == want
+        assert engines.sent(FIRST)
+        assert engines.sent(SECOND)
 
 
 async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_tokens_since_the_last_move(
