@@ -2,6 +2,7 @@
 
 Invariants:
 - A short wait, as at a start, is not said. [test_gpu_wait: a_short_wait]
+- A component whose GPUs a policy gave to others waits for none. [test_gpu_wait: a_policy_gave_to_others]
 - A reason is said once, and again when it has changed or holds for one more component.
   [test_gpu_wait: a_reason_is_said_once] [test_gpu_wait: a_second_component_waits]
 """
@@ -29,7 +30,9 @@ class GpuWait:
     def message(self, status: control_pb2.GetJobResponse, *, now_s: float) -> str | None:
         """What to say after this report of the scheduler. None: nothing."""
         waits = status.phase in _PHASES
-        lacking = [role_name(each.role) for each in status.components if waits and not each.grants]
+        lacking = [
+            role_name(each.role) for each in status.components if waits and not each.grants and each.state != "lent"
+        ]
         self._since_s = {role: self._since_s.get(role, now_s) for role in lacking}
         if not lacking:
             self._last_s, self._last_subject = None, ("", frozenset())

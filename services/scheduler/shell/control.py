@@ -84,7 +84,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             iteration=state.next_iteration,
             num_iterations=state.spec.num_iterations if state.spec else 0,
             version=max(state.snapshots, default=0),
-            components=[_component(role, state.components[role]) for role in Role],
+            components=[_component(role, state.components[role], is_lent=is_lent(state, role)) for role in Role],
             iterations=[_summary(summary) for summary in state.summaries if not summary.is_superseded],
             last_reason=self._reason(),
             final_checksum=state.final_checksum,
@@ -216,14 +216,27 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return chosen
 
 
-def _component(role: Role, component: Component) -> control_pb2.ComponentStatus:
+def is_lent(state: ClusterState, role: Role) -> bool:
+    """Whether the policy gave all GPUs of the component to others in the open iteration."""
+    iteration, held = state.iteration, state.remembered
+    if iteration is None or held.assignment is None or not held.is_of(state.incarnation, iteration.plan.iteration):
+        return False
+    assigned = {
+        Role.ACTOR: held.assignment.trainer,
+        Role.ROLLOUT: held.assignment.engines,
+        Role.INFERENCE: held.assignment.inference,
+    }
+    return not assigned[role]
+
+
+def _component(role: Role, component: Component, *, is_lent: bool = False) -> control_pb2.ComponentStatus:
     return control_pb2.ComponentStatus(
         role=encode_role(role),
         lead=component.lead.instance if component.lead else "",
         lead_epoch=component.lead.epoch if component.lead else 0,
         layout=encode_layout(component.layout) if component.layout else None,
         grants=encode_grants(component.grants),
-        state="up" if component.is_up else "down",
+        state="up" if component.is_up else "lent" if is_lent else "down",
     )
 
 

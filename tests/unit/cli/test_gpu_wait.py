@@ -62,3 +62,11 @@ def test_a_second_component_waits_from_its_own_start() -> None:
         "no GPUs for actor since 10 s: held",
         "no GPUs for actor since 20 s, rollout since 15 s: held",
     ]
+
+
+def test_a_component_whose_gpus_a_policy_gave_to_others_waits_from_when_it_wants_them_back() -> None:
+    lent, wanted = lacking(types_pb2.ROLE_ROLLOUT), lacking(types_pb2.ROLE_ROLLOUT)
+    lent.components[1].state, wanted.components[1].state = "lent", "down"
+    reports = [(0.0, lent), (2 * LONG_S, lent), (2 * LONG_S + 1, wanted), (3 * LONG_S, wanted)]
+    assert said(*reports) == [None] * 4
+    assert said(*reports, (3 * LONG_S + 1, wanted))[-1] == "no GPUs for rollout since 10 s: held"

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from services.scheduler.shell.codecs.state_codec import job_spec
-from services.scheduler.shell.control import ControlServicer, write_endpoint
+from services.scheduler.shell.control import ControlServicer, is_lent, write_endpoint
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Component, Lead, Working
-from services.scheduler.state.course import Evaluation, Summary
-from services.scheduler.state.values import Fate, Placed, Snapshot
+from services.scheduler.state.course import Evaluation, Iteration, Summary
+from services.scheduler.state.remembered import Assignment, Remembered
+from services.scheduler.state.values import Fate, IterationPlan, Placed, Snapshot
 from tests.component_bench import JOB, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tests.watched_samples import generated_group
@@ -51,6 +52,17 @@ STATE = ClusterState(
     ),
     evaluations=(Evaluation(1, 2, 8, 2, (("exact_match/pass@2", 0.5),)),),
 )
+
+
+def test_a_component_whose_gpus_the_policy_gave_to_others_is_lent_in_that_iteration() -> None:
+    plan = IterationPlan(1, 1, 0, 4, 2, 2, 7)
+    trainer = Placed((GpuId("n0/0"),), Layout())
+    held = Remembered(2, 1, Assignment(engines=(), trainer=trainer, inference=()))
+    state = replace(STATE, iteration=Iteration(plan), remembered=held)
+    assert [is_lent(state, role) for role in (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)] == [False, True, True]
+    for other in (replace(held, iteration=0), replace(held, incarnation=1), Remembered()):
+        assert not any(is_lent(replace(state, remembered=other), role) for role in Role)
+    assert not any(is_lent(replace(state, iteration=None), role) for role in Role)
 
 
 class Controlled:
