@@ -19,6 +19,8 @@ from tidegate.moves_log import Line, read_moves
 MOVE_COLUMNS = ("transition", "iteration", "role", "change", "comes", "leaves", "outcome", "seconds")
 MOST_MOVES = 6
 """The moves that a person is shown, the last ones."""
+JOB_ENDED = "cut by the job's end"
+"""The outcome of a move that the job's end cut short, such as one that was on its way home: nothing failed."""
 _CHANGES = ("resize", "suspend", "resume", "replace")
 """The kinds of parts that move GPUs while a job runs. Its starts and stops are no moves."""
 
@@ -149,7 +151,8 @@ def _take(
         case "step" if line["transition"] in moves:
             moves[line["transition"]].steps.append((at_ms, dict(line["states"])))
         case "closed" if line["transition"] in moves:
-            moves[line["transition"]].outcome = str(line["outcome"])
+            cut = line.get("job_ends", False) and line["outcome"] != "committed"
+            moves[line["transition"]].outcome = JOB_ENDED if cut else str(line["outcome"])
             moves[line["transition"]].ended_ms = at_ms
         case "opened" | "reported" as kind:
             key = (int(line["incarnation"]), int(line["iteration"]))

@@ -4,7 +4,7 @@
 |---|---|---|
 | `decision` | the placement changes, or a transition is planned | situation, alternatives with forecasts, choice |
 | `step` | a GPU of an open transition has gone a step | the GPUs by state |
-| `closed` | a transition has ended | its moves, parts and outcome |
+| `closed` | a transition has ended | its moves, parts and outcome, and whether the job ends |
 | `opened`, `reported` | an iteration opens; the actor has reported it | the iteration |
 
 Invariants:
@@ -24,7 +24,7 @@ from services.scheduler.policy import Proposal
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
-from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.cluster_state import OVER, ClusterState
 from tidegate.ownership.records import Transition
 from tidegate.types import Role
 
@@ -74,7 +74,8 @@ def _of_transitions(made: Turn, now_ms: int, observed: ev.OwnershipObserved | No
             yield {"kind": "step", "at_ms": now_ms, "transition": name, "states": _states(transition)}
     for transition in observed.transitions if observed else ():
         if transition.id in before and not transition.is_open:
-            yield {"kind": "closed", "at_ms": now_ms, **_transition(transition)}
+            ends = {"job_ends": made.after.phase in OVER}
+            yield {"kind": "closed", "at_ms": now_ms, **_transition(transition), **ends}
 
 
 def _states(transition: Transition) -> dict[str, list[str]]:

@@ -31,6 +31,15 @@ def test_a_runs_figures_count_committed_moves_and_their_seconds() -> None:
     assert of_lines([]).summary() == {"moves": 0, "switch_s": 0, "switch_s_median": None}
 
 
+@pytest.mark.parametrize("outcome", ["aborted", "partial", "committed"])
+def test_a_move_that_the_jobs_end_cut_short_is_told_as_that_and_no_failure(outcome: str) -> None:
+    home = decision(6000, 1, resize("t6", comes=[], leaves=["n0/2"]))
+    for ends, want in ((False, outcome), (True, "committed" if outcome == "committed" else "cut by the job's end")):
+        found = of_lines([home, closed(6500, "t6", outcome) | {"job_ends": ends}])
+        assert found.moves[0].row()["outcome"] == want
+    assert of_lines([home, closed(6500, "t6", outcome)]).moves[0].outcome == outcome, "a log of an earlier release"
+
+
 def test_a_decision_that_a_second_replica_wrote_again_is_one_move() -> None:
     assert len(of_lines([*LINES, LINES[1]]).moves) == 2
 

@@ -13,6 +13,7 @@ from services.scheduler.state.cluster_state import ClusterState
 from simulator.cluster import JOB as SIMULATED
 from tests.replay.recorded import HISTORIES, LIVED, POLICIES, read
 from tests.unit.scheduler.fake_parts import JOB
+from tidegate.ownership.records import Outcome, PartKind
 
 
 def lines_of(name: str) -> list[Line]:
@@ -51,6 +52,16 @@ def test_each_transition_is_planned_by_a_decision_goes_its_steps_and_is_closed_o
         steps = [line for line in lines if line["kind"] == "step" and line["transition"] == each]
         assert steps[0]["at_ms"] <= steps[-1]["at_ms"]
         assert "planned" in steps[0]["states"], "the first look at it"
+
+
+def test_a_transition_that_ends_with_the_job_says_so() -> None:
+    closed = [line for line in lines_of("moves") if line["kind"] == "closed"]
+    ends = {kind: {line["job_ends"] for line in closed if line["parts"][0]["kind"] == kind} for kind in PartKind}
+    assert ends[PartKind.STOP] == {True}
+    assert ends[PartKind.SUSPEND] == ends[PartKind.RESUME] == {False}
+    cut = [line for line in closed if line["job_ends"] and line["parts"][0]["kind"] != PartKind.STOP]
+    assert len(cut) == 1, "the actor is on its way home when the job ends"
+    assert cut[0]["outcome"] in (Outcome.ABORTED, Outcome.PARTIAL)
 
 
 def test_a_decision_of_tide_has_its_inputs_and_the_alternatives_with_the_chosen_one_among_them() -> None:
