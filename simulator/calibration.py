@@ -128,7 +128,9 @@ def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
     for axis in ("tp", "pp", "dp", *(axis for axis in ("cp", "ep", "vpp") if getattr(layout, axis) > 1)):
         yield FittedValue(f"actor_layout.{axis}", getattr(layout, axis), "")
     if config.actor.layouts:
-        yield FittedValue("actor_layouts", [each.model_dump(exclude_defaults=True) for each in config.actor.layouts], "")
+        yield FittedValue(
+            "actor_layouts", [each.model_dump(exclude_defaults=True) for each in config.actor.layouts], ""
+        )
     if config.actor.num_logical_shards is not None:
         yield FittedValue("actor_num_logical_shards", config.actor.num_logical_shards, "")
     for key in ("prompts_per_iteration", "group_size", "n_minibatches"):

@@ -132,9 +132,7 @@ def _rates_by_layout(costs: Costs, layouts: Collection[Layout]) -> tuple[tuple[L
     """The trainer's rates in kinds of copies of which some layout has an efficiency of its own."""
     trainer = costs.trainer
     known = {replace(layout, dp=1) for layout in layouts if str(layout) in trainer.layout_efficiency}
-    return tuple(
-        (layout, 1.0 / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known
-    )
+    return tuple((layout, 1.0 / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known)
 
 
 def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:

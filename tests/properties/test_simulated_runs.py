@@ -84,6 +84,7 @@ def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, 
         {
             "cluster": {"nodes": nodes, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
             "actor_layout": {"tp": 2, "dp": 2},
+            "actor_layouts": draw(st.sampled_from([[], [{}], [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}]])),
             "algorithm": {
                 "prompts_per_iteration": draw(st.sampled_from([8, 16, 24])),
                 "group_size": draw(st.sampled_from([1, 4])),

@@ -52,6 +52,7 @@ _MAY_CHANGE = {
     "algorithm": ("iterations",),
     "actor": (
         "layout",
+        "layouts",
         "standby",
         "standby_memory_mib",
         "recompute",

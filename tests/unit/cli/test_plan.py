@@ -26,6 +26,7 @@ from simulator.scenario import parse_scenario
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.config.sections.scheduler import POLICIES
+from tidegate.types import Layout
 
 EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
 SIXTEEN = {"nodes": {"n0": 16}, "component_placement": {"actor": "0-1", "rollout": "2-13", "inference": "14-15"}}
@@ -92,6 +93,15 @@ def test_a_reproducible_job_is_predicted_with_numbers_of_copies_that_divide_its_
         trainers = (each.assignment.trainer for each in run.decisions)
         found[num_shards] = {trainer.layout.dp for trainer in trainers if trainer}
     assert found == {None: {2, 6}, 8: {2, 4}}
+
+
+def test_a_job_is_predicted_with_the_layouts_that_its_policies_may_choose(tmp_path: Path) -> None:
+    raw = eight(tmp_path)
+    raw["actor"]["layouts"] = [{"tp": 1, "dp": 3}, {"pp": 2, "dp": 2}]
+    config = parse_config(raw)
+    scenario = scenario_of(config, basis_of_config(config, ModelSection()))
+    assert SimulatedIteration(scenario, scenario.seed).spec.layouts == (Layout(dp=3), Layout(pp=2, dp=2))
+    assert {start.name: start.config.actor.layouts for start in starts(config)}.keys() >= {AS_CONFIGURED, "most trains"}
 
 
 def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_configured(

@@ -83,7 +83,9 @@ def test_a_wrong_layout_is_refused_by_its_place_before_the_model_is_read(tmp_pat
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}])
 def test_another_tp_or_cp_is_refused_in_reproducible_mode(tmp_path: Path, layout: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"is not the tp=1 cp=1 of actor.layout, and actor.num_logical_shards=4 keeps"):
+    with pytest.raises(
+        ConfigError, match=r"is not the tp=1 cp=1 of actor.layout, and actor.num_logical_shards=4 keeps"
+    ):
         configured(tmp_path, layout, actor={"num_logical_shards": 4})
     configured(tmp_path, {"pp": 2}, actor={"num_logical_shards": 4})
 

@@ -14,6 +14,7 @@ from simulator.model import ModelSection
 from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 from tests.unit.simulator.simulated_recording import TRUTH, recorded_run
+from tidegate.config.sections.job import AllowedLayoutSection
 from tidegate.recorded import Minibatch, RecordedRun
 from tidegate.types import Layout, Precision
 
@@ -69,6 +70,17 @@ def test_the_scenario_has_the_jobs_model_and_the_same_fitted_values(tmp_path: Pa
     assert scenario.model == model
     assert [each for each in fitted_values(run, model) if not each.key.startswith("model.")] == list(fitted_values(run))
     assert load_scenario(path, ["model=null"]).model is None
+
+
+def test_the_scenario_has_the_layouts_that_a_policy_of_the_job_may_choose(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    allowed = (AllowedLayoutSection(pp=2), AllowedLayoutSection(tp=2, dp=1))
+    actor = run.config.actor.model_copy(update={"layouts": allowed})
+    run = replace(run, config=run.config.model_copy(update={"actor": actor}))
+    text = scenario_text(fitted_values(run))
+    assert "actor_layouts: [{pp: 2}, {tp: 2, dp: 1}]\n" in text
+    (path := tmp_path / "fitted.yaml").write_text(text)
+    assert load_scenario(path).actor_layouts == allowed
 
 
 def small(scenario: Scenario) -> dict[str, object]:

@@ -84,6 +84,35 @@ def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(
     assert runs[0].iteration_s > runs[0].bound.bound_s
 
 
+@pytest.mark.parametrize("name", ["phases", "dynarl", "tide"])
+def test_a_trainer_gets_numbers_of_gpus_that_copies_of_its_home_cannot_make(name: str) -> None:
+    odd: dict[str, Any] = {
+        "cluster": {"nodes": {"n0": 7}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6"}},
+        "algorithm": {"prompts_per_iteration": 28, "group_size": 4, "n_minibatches": 4},
+        "actor_layout": {"tp": 2},
+    }
+    found = {}
+    for layouts in ([], [{"tp": 1}]):
+        scenario = small(**odd, actor_layouts=layouts)
+        run = simulate(scenario, POLICIES[name], seed=3)
+        check_whole(run, scenario)
+        trainers = {each.assignment.trainer.layout for each in run.decisions if each.assignment.trainer}
+        found[bool(layouts)] = {layout.num_ranks for layout in trainers}
+        assert all(layout.tp == 2 or layouts for layout in trainers)
+    assert max(found[False]) == 6
+    assert max(found[True]) == 7, "the last minibatch has every GPU"
+
+
+def test_a_kind_of_copies_that_is_known_to_be_faster_is_taken_on_as_many_gpus() -> None:
+    efficiency = {f"dp{dp}": 1.5 for dp in range(1, 9)}
+    trainer = {"rate_gpus": 8, "layout_efficiency": efficiency}
+    own = {"actor_layout": {"tp": 2}, "actor_layouts": [{"tp": 1}], "costs": {**SMALL["costs"], "trainer": trainer}}
+    run = simulate(small(**own), POLICIES["phases"], seed=3)
+    trainers = [each.assignment.trainer.layout for each in run.decisions if each.assignment.trainer]
+    assert Layout(dp=8) in trainers
+    assert trainers[-1] == Layout(tp=2), "home"
+
+
 def test_a_last_minibatch_that_waits_begins_after_the_rollout() -> None:
     run = simulate(LONG, POLICIES["tide that waits"], seed=0, directly=True)
     at = {(each.what, each.number): each.at_s for each in run.history}

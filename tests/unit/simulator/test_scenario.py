@@ -111,6 +111,26 @@ def test_a_model_that_the_actors_layout_cannot_hold_is_refused(tmp_path: Path) -
         load_scenario(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("actor_layouts: [{tp: 4, dp: 3}]", r"actor_layouts\.0: layout tp4-dp3 has 12 ranks and the cluster 8 GPUs"),
+        (
+            "actor_layouts: [{}, {tp: 2}]\nactor_num_logical_shards: 2",
+            r"actor_layouts\.1: tp=2 cp=1 is not the tp=1 cp=1",
+        ),
+        ("actor_layouts: [{dp: 5}]", r"actor_layouts\.0: no dp of layout dp5 shares a minibatch of 4 / 2 prompts"),
+        (
+            "actor_layouts: [{tp: 2}]\nmodel: {num_heads: 27, num_kv_heads: 3}",
+            r"actor_layouts\.0\.tp=2, pp=1 cannot hold the model: 3 key/value",
+        ),
+    ],
+)
+def test_a_layout_that_no_policy_could_choose_is_refused(tmp_path: Path, text: str, want: str) -> None:
+    with pytest.raises(ScenarioError, match=want):
+        load_scenario(written(tmp_path, GOOD + text + "\n"))
+
+
 def test_the_assumptions_include_a_model_only_if_the_scenario_has_one(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert not [each for each in used_assumptions(load_scenario(path)) if each.key.startswith("model.")]
