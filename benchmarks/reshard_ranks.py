@@ -19,7 +19,7 @@ from benchmarks.reshard_megatron import DistCheckpointing
 from benchmarks.reshard_refit import Refit
 from benchmarks.reshard_sides import Crew, Side
 from benchmarks.reshard_state import LogicalState, Width, model
-from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, IntoFreshMemory, WeightsAlone
+from benchmarks.reshard_tidegate import ByGloo, BySharedMemory, Foreseen, IntoFreshMemory, WeightsAlone
 from tests.ranks import RankContext, Results
 from tidegate.elastic.plan.layout import Mesh
 from tidegate.types import Layout
@@ -29,6 +29,7 @@ SIDES: dict[str, Callable[[Crew, LogicalState], Side]] = {
     "dcp": TorchCheckpoint,
     "mcore_refit": Refit,
     "tidegate": BySharedMemory,
+    "tidegate_foreseen": Foreseen,
     "tidegate_fresh": IntoFreshMemory,
     "tidegate_gloo": ByGloo,
     "tidegate_weights": WeightsAlone,

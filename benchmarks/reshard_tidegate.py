@@ -1,6 +1,7 @@
 """Our side: an ElasticTrainer's reshard, by shared memory and by gloo, and its transport for the weights alone.
 
-Nothing is built ahead. The first switch makes groups and tensors, and later ones reuse them. By default they also reuse
+One side has the target layout built ahead, as a job whose policy foresees it. On the others the first switch makes
+groups and tensors, and later ones reuse them. By default they also reuse
 the memory of the last switch. One side allocates it in each switch, as a switch to a third layout does. After each
 switch its floor is measured: the same bytes to each rank by the same means, without strides, into new memory. Weights
 alone move between existing tensors at both ends, as in Megatron's refit.
@@ -118,6 +119,16 @@ class BySharedMemory(ByGloo):
             for arena in arenas:
                 arena.unlink()
                 arena.close()
+
+
+class Foreseen(BySharedMemory):
+    """As `BySharedMemory`, but the target layout is built ahead, with its memory, before the first switch."""
+
+    def prepare(self, source: Mesh, target: Mesh) -> None:
+        is_first = self._trainer.location is None
+        super().prepare(source, target)
+        if is_first:
+            self._trainer.build_ahead(target, keeps_memory=True)
 
 
 class IntoFreshMemory(BySharedMemory):

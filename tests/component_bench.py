@@ -350,7 +350,7 @@ async def bench(
     instances = {
         node: FakeInstance(node, config, lambda grant: make_worker(job, grant, changes))
         for node in NODES
-        if any(gpu.startswith(f"{node}/") for gpu in (*config.placement(role), *config.standby()))
+        if any(gpu.startswith(f"{node}/") for gpu in (*config.slots(role), *config.standby()))
     }
     server = MemoryServer()
     server.adopt(1)

@@ -8,6 +8,7 @@ Each member chooses alone: the members send the state that one of them keeps pri
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.copies import NUM_SLOTS
-from tidegate.types import Precision
+from tidegate.types import Layout, Precision
 
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -44,8 +45,22 @@ def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precisi
     - weight_bytes: the size of a weight; each member may hold all weights.
     - optimizer_bytes: the optimizer's bytes per parameter; the members hold its state once among them.
     """
-    num_copies = {CopyTo.NOWHERE: 0, CopyTo.NODE: NUM_SLOTS, CopyTo.PEER: 2 * NUM_SLOTS}[copies]
-    return 2 * (1 + num_copies) * num_parameters * (num_members * precision.itemsize + _OPTIMIZER_BYTES[precision])
+    all_weights = num_parameters * (num_members * precision.itemsize + _OPTIMIZER_BYTES[precision])
+    return 2 * (1 + _num_copies(copies)) * all_weights
+
+
+def rank_bytes(num_parameters: int, layout: Layout, *, copies: CopyTo, precision: Precision) -> int:
+    """The bytes of a rank's tensors in a layout, and of their copies, where the ranks share evenly.
+
+    bytes = (1 + copies) * parameters / (tp * pp) * (weight_bytes + optimizer_bytes / (dp * cp))
+    """
+    of_shard = num_parameters / (layout.tp * layout.pp)
+    of_optimizer = _OPTIMIZER_BYTES[precision] / (layout.dp * layout.cp)
+    return math.ceil((1 + _num_copies(copies)) * of_shard * (precision.itemsize + of_optimizer))
+
+
+def _num_copies(copies: CopyTo) -> int:
+    return {CopyTo.NOWHERE: 0, CopyTo.NODE: NUM_SLOTS, CopyTo.PEER: 2 * NUM_SLOTS}[copies]
 
 
 def choose(folder: Path, *, needed_bytes: int, device: torch.device) -> Choice:

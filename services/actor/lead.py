@@ -42,6 +42,7 @@ from typing import Any
 from services.actor.all_ranks import AllRanks
 from services.actor.checkpoints import Checkpoint, CheckpointStore
 from services.actor.iteration_state import IterationState, iteration_report, journal_row
+from services.actor.layouts_ahead import LayoutsAhead
 from services.actor.ledger import OpenIteration, SampleLedger, Verdict
 from services.actor.lr import LrUpdate, ledger_of, lr_metrics, passed_budget, without_update
 from services.actor.membership import ActorWorld
@@ -97,6 +98,9 @@ class ActorLead(Lead):
         """One resize at work. Besides it, one whose transition was closed meanwhile may still wait for the ranks."""
         self._ranks = AllRanks(self.crew)
         self._suspension = Suspension(self.crew, self._world, self._two_phase, self._ranks, self)
+        self._ahead = LayoutsAhead(
+            self.job, self.crew, self._world, self._ranks, is_resting=lambda: self._suspension.is_resting
+        )
         self._checkpoints = CheckpointStore(tools.folder.checkpoints, keep=self.job.config.checkpoint.keep)
         self._shelf = SnapshotShelf(tools)
         per_iteration = self.job.config.samples.per_iteration
@@ -223,6 +227,7 @@ class ActorLead(Lead):
         await self.begin("first version", self._publish_first(checkpoint))
 
     async def _publish_first(self, checkpoint: Checkpoint | None) -> None:
+        await self._ahead.before_first_version()
         if checkpoint is None:
             async with self._ranks.alone():
                 await self._warm_up()
@@ -317,7 +322,8 @@ class ActorLead(Lead):
             while not state.assembly.is_done:
                 is_held = self._held_iteration == (self.incarnation, state.plan.iteration)
                 if (portion := self._updates.next_portion(state, is_held=is_held)) is None:
-                    await state.until_changed(intake)
+                    is_begun = bool(state.begun.num_portions)
+                    await self._ahead.meanwhile(state.until_changed(intake), may_build=not is_begun)
                 else:
                     await self._train(portion, state)
         finally:

@@ -52,6 +52,10 @@ class ActorWorld:
         """Whether the epoch's members are exactly the living workers."""
         return self._members == {self._ids.get(grant.gpu) for grant in self.everyone}
 
+    def spend(self) -> None:
+        """Note that the members do not agree any more on what this epoch has: the next resize makes another."""
+        self._members = frozenset()
+
     def ids(self, grants: Sequence[Grant]) -> list[int]:
         return [self._ids[grant.gpu] for grant in grants]
 

@@ -73,6 +73,11 @@ class Suspension:
         """Note that the actor began anew: no worker keeps an earlier state."""
         self._is_suspended = False
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the state is in host memory, and all workers are in one epoch."""
+        return self._is_suspended and not self._needs_epoch
+
     async def suspend(self, request: commands_pb2.SuspendRequest) -> None:
         transition, grants = TransitionId(request.header.transition_id), decode_grants(request.grants)
         try:

@@ -4,7 +4,8 @@ The calls come in this order:
 1. All workers, standbys included, get JoinWorld.
 2. All workers get StartActor.
 3. The ranks of the layout get updates, publishes and saves. All workers get reshards: PrepareReshard, then
-   CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it.
+   CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it. Between two minibatches
+   all workers may get BuildAhead.
 
 A later JoinWorld begins another epoch. The next reshard brings the state into it; no update may come before that. Every
 rank of the layout gets the same call, with whole minibatches, and does its part. A file of a publish or a save gets its
@@ -111,6 +112,8 @@ class TrainerWorker:
                 yield self._export(call)
             case "prepare_reshard":
                 yield self._prepare(call)
+            case "build_ahead":
+                yield self._build_ahead(call)
             case "commit_reshard":
                 yield self._commit(call)
             case "abort_reshard":
@@ -291,6 +294,20 @@ class TrainerWorker:
                     raise CallRefused(f"reshard {request.id}: {type(error).__name__}: {error}") from error
         return Answer(call.call_id, _encode_report(self._open.prepared.report()))
 
+    def _build_ahead(self, call: wire.WorkerCall) -> Answer:
+        """A lost peer costs this layout and nothing else: the ranks of the present one go on."""
+        request, elastic = call.build_ahead, self._member().elastic
+        if self._open is not None:
+            raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it first")
+        try:
+            mesh = elastic.mesh_of(decode_layout(request.layout), tuple(request.ranks))
+            kept_bytes = elastic.build_ahead(mesh, keeps_memory=request.keeps_memory)
+        except PeerLost as error:
+            raise CallRefused(f"{mesh.layout} ahead: {error}") from error
+        except Exception as error:  # noqa: BLE001 - the edge: it failed on all members and left nothing
+            return Answer(call.call_id, wire.BuiltAhead(reason=f"{type(error).__name__}: {error}"))
+        return Answer(call.call_id, wire.BuiltAhead(is_built=True, kept_bytes=kept_bytes))
+
     def _commit(self, call: wire.WorkerCall) -> Answer:
         name, elastic = call.commit_reshard.id, self._member().elastic
         if name == self._last_committed:
@@ -419,6 +436,7 @@ def _encode_report(report: ReshardReport) -> types_pb2.ReshardReport:
         certificate=report.certificate,
         num_updates=report.num_updates,
         seconds=report.seconds,
+        was_built=report.was_built,
     )
 
 

@@ -8,8 +8,9 @@ All members call `introduce` with the same arguments, members outside the mesh t
 Invariants:
 - A skeleton's groups are the world's own groups at each use; otherwise the skeleton is built anew.
   [test_leaks: switches_leak_nothing]
-- Of the tensors that are not in use, only those of the last layout may keep memory.
-  [test_leaks: keep_the_memory_of_the_last_layout]
+- Of the tensors that are not in use, only those of the last layout and of layouts that were built ahead may keep
+  memory; during a reshard only those of its target. [test_leaks: keep_the_memory_of_the_last_layout]
+  [test_ahead: a_switch_gives_back]
 - If building fails on one member, it fails on all members and leaves nothing.
   [test_refusals: a_failure_of_one_member_while_it_builds]
 - An arena's file belongs to one member, in one mesh of one epoch. [test_memory: never_takes_an_existing_file]
@@ -71,6 +72,10 @@ class EpochCache:
         self._num_arenas = 0
         hosts = world.gather(world.membership.members, socket.gethostname().encode())
         self.hosts = {member: host.decode() for member, host in hosts.items()}
+
+    def knows(self, mesh: Mesh) -> bool:
+        """Whether the groups and tensors of the mesh exist. The answer is the same on every member."""
+        return mesh in self._announced and self.world.is_prepared(_groups(mesh))
 
     def introduce(self, mesh: Mesh, *, beside: Mesh | None, watch: Stopwatch) -> StateLocation:
         """Return a location that can hold the state in this mesh. Tensors that are new here have no memory yet.

@@ -39,6 +39,8 @@ class ReshardReport:
     """A checksum of the logical state, the same before and after. Empty when the level is off."""
     seconds: Mapping[str, float]
     """The seconds of each of PARTS."""
+    was_built: bool = False
+    """Whether the target's groups and tensors were there before: from an earlier switch, or built ahead."""
     lost: tuple[int, ...] = ()
     """The members of the source that had died."""
     restored: Mapping[int, str] = field(default_factory=dict)

@@ -88,6 +88,8 @@ class PreparedReshard:
     lost: tuple[int, ...]
     certificate: Certificate
     watch: Stopwatch
+    was_built: bool
+    """Whether the target's groups and tensors were there before."""
 
     def report(self) -> ReshardReport:
         certificate = self.certificate
@@ -105,6 +107,7 @@ class PreparedReshard:
             seconds=dict(self.watch.seconds),
             lost=self.lost,
             restored=_restored(self.agreement.origins),
+            was_built=self.was_built,
             redone_updates=newest.num_updates - progress.num_updates,
             redone_samples=newest.num_samples - progress.num_samples,
         )
@@ -150,6 +153,7 @@ class Preparation:
             agreement = agree(name, sources, mesh, progress, world)
         self._on_point("agreed")
         in_use = source.mesh if source.epoch == world.membership.epoch else None
+        was_built = self._cache.knows(mesh)
         target = self._cache.introduce(mesh, beside=in_use, watch=watch)
         self._on_point("introduced")
         with watch.part("plan"):
@@ -167,7 +171,7 @@ class Preparation:
         except BaseException:  # an interrupt too must not keep the target's buffers
             target.give_back(source)
             raise
-        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch)
+        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch, was_built)
 
     def _duty(self, sources: Sources, origins: Mapping[int, Origin], target: StateLocation) -> Duty:
         me, hosts = self._cache.world.me, self._cache.hosts

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
 
+from tidegate.elastic.ahead import build_ahead
 from tidegate.elastic.epoch import coordinator
 from tidegate.elastic.epoch.decision import StoreDecision
 from tidegate.elastic.epoch.joint_step import run_on_all
@@ -348,6 +349,17 @@ class ElasticTrainer:
         self.drop_portions()
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
         return preparation.run(name, self._location, mesh, self._progress)
+
+    def build_ahead(self, mesh: Mesh, *, keeps_memory: bool) -> int:
+        """Build what the first switch to this mesh would build. Returns the bytes of memory that this member keeps.
+
+        All members of the epoch make the same call, between two updates. It drops portions, since it draws random
+        numbers; nothing else of the state changes. Raises NotStarted, and as `ahead.build_ahead`.
+        """
+        if self._location is None:
+            raise NotStarted("there is no state to switch from: start the trainer, or load a checkpoint, first")
+        self.drop_portions()
+        return build_ahead(self._cache, self._reader, self._location, mesh, keeps_memory=keeps_memory)
 
     def commit(self, prepared: PreparedReshard) -> ReshardReport:
         """The second phase: train in the new layout from here on, and give back the old layout's memory.

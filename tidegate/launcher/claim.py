@@ -55,6 +55,7 @@ _MAY_CHANGE = {
         "layouts",
         "standby",
         "standby_memory_mib",
+        "layouts_ahead_mib",
         "recompute",
         "copies",
         "micro_batch_size",

@@ -49,6 +49,7 @@ ReplyBody: TypeAlias = (
     | wire.LoadedWeights
     | wire.WarmUpProgress
     | wire.Suspended
+    | wire.BuiltAhead
 )
 
 READY_CALL_ID = 0

@@ -374,6 +374,7 @@ class ReshardReport(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    WAS_BUILT_FIELD_NUMBER: _builtins.int
     moved_bytes: _builtins.int
     """Bytes that went to a rank without them, and the least number of such bytes."""
     minimum_bytes: _builtins.int
@@ -383,6 +384,8 @@ class ReshardReport(_message.Message):
     """The checksum of the logical state, the same before and after; empty where it is not computed."""
     num_updates: _builtins.int
     """Optimizer updates before this state."""
+    was_built: _builtins.bool
+    """The groups and tensors of the new layout were there before: from an earlier switch, or built ahead."""
     @_builtins.property
     def source(self) -> Global___Layout: ...
     @_builtins.property
@@ -402,10 +405,11 @@ class ReshardReport(_message.Message):
         certificate: _builtins.str = ...,
         num_updates: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        was_built: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "local_bytes", b"local_bytes", "minimum_bytes", b"minimum_bytes", "moved_bytes", b"moved_bytes", "num_updates", b"num_updates", "seconds", b"seconds", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "local_bytes", b"local_bytes", "minimum_bytes", b"minimum_bytes", "moved_bytes", b"moved_bytes", "num_updates", b"num_updates", "seconds", b"seconds", "source", b"source", "target", b"target", "was_built", b"was_built"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

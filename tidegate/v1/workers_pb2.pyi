@@ -52,6 +52,7 @@ class WorkerCall(_message.Message):
     PREPARE_SUSPENSION_FIELD_NUMBER: _builtins.int
     COMMIT_SUSPENSION_FIELD_NUMBER: _builtins.int
     ABORT_SUSPENSION_FIELD_NUMBER: _builtins.int
+    BUILD_AHEAD_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Unique among the calls to this worker. Replies carry it."""
     gpu: _builtins.str
@@ -103,6 +104,8 @@ class WorkerCall(_message.Message):
     def commit_suspension(self) -> Global___CommitSuspension: ...
     @_builtins.property
     def abort_suspension(self) -> Global___AbortSuspension: ...
+    @_builtins.property
+    def build_ahead(self) -> Global___BuildAhead: ...
     def __init__(
         self,
         *,
@@ -132,12 +135,13 @@ class WorkerCall(_message.Message):
         prepare_suspension: Global___PrepareSuspension | None = ...,
         commit_suspension: Global___CommitSuspension | None = ...,
         abort_suspension: Global___AbortSuspension | None = ...,
+        build_ahead: Global___BuildAhead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "build_ahead", b"build_ahead", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "abort_reshard", b"abort_reshard", "abort_suspension", b"abort_suspension", "accumulate", b"accumulate", "body", b"body", "build_ahead", b"build_ahead", "call_id", b"call_id", "commit_reshard", b"commit_reshard", "commit_suspension", b"commit_suspension", "export", b"export", "generate", b"generate", "gpu", b"gpu", "join_world", b"join_world", "load_shards", b"load_shards", "look", b"look", "prepare_reshard", b"prepare_reshard", "prepare_suspension", b"prepare_suspension", "publish", b"publish", "save", b"save", "score", b"score", "stand_down", b"stand_down", "start_actor", b"start_actor", "start_engine", b"start_engine", "start_scorer", b"start_scorer", "stop", b"stop", "token", b"token", "train", b"train", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "accumulate", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down", "prepare_suspension", "commit_suspension", "abort_suspension"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["start_actor", "warm_up", "train", "accumulate", "publish", "save", "join_world", "prepare_reshard", "commit_reshard", "abort_reshard", "export", "start_engine", "generate", "abort", "look", "start_scorer", "score", "load_shards", "stop", "stand_down", "prepare_suspension", "commit_suspension", "abort_suspension", "build_ahead"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -163,6 +167,7 @@ class WorkerReply(_message.Message):
     LOADED_FIELD_NUMBER: _builtins.int
     WARM_UP_FIELD_NUMBER: _builtins.int
     SUSPENDED_FIELD_NUMBER: _builtins.int
+    BUILT_AHEAD_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     last: _builtins.bool
@@ -195,6 +200,8 @@ class WorkerReply(_message.Message):
     @_builtins.property
     def suspended(self) -> Global___Suspended: ...
     @_builtins.property
+    def built_ahead(self) -> Global___BuiltAhead: ...
+    @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
         """What the slot did since the last reply."""
 
@@ -217,13 +224,14 @@ class WorkerReply(_message.Message):
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
         suspended: Global___Suspended | None = ...,
+        built_ahead: Global___BuiltAhead | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "built_ahead", b"built_ahead", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "built_ahead", b"built_ahead", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up", "suspended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up", "suspended", "built_ahead"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -419,6 +427,69 @@ class PrepareReshard(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareReshard: _TypeAlias = PrepareReshard  # noqa: Y015
+
+@_typing.final
+class BuildAhead(_message.Message):
+    """Between two minibatches, for every member of the world: build what the first reshard to this layout would build.
+    Portions are dropped; nothing else of the state changes. Where a member refuses it, all can train on, and the next
+    reshard needs another epoch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    KEEPS_MEMORY_FIELD_NUMBER: _builtins.int
+    keeps_memory: _builtins.bool
+    """Keep the memory of its tensors until the next reshard."""
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The members that would train, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        layout: _types_pb2.Layout | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        keeps_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_memory", b"keeps_memory", "layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BuildAhead: _TypeAlias = BuildAhead  # noqa: Y015
+
+@_typing.final
+class BuiltAhead(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_BUILT_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    is_built: _builtins.bool
+    """False: it cannot be built, on no member. The next reshard to it would fail too."""
+    kept_bytes: _builtins.int
+    """The memory that the member keeps for it."""
+    reason: _builtins.str
+    """Why it cannot be built."""
+    def __init__(
+        self,
+        *,
+        is_built: _builtins.bool = ...,
+        kept_bytes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_built", b"is_built", "kept_bytes", b"kept_bytes", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BuiltAhead: _TypeAlias = BuiltAhead  # noqa: Y015
 
 @_typing.final
 class Committed(_message.Message):

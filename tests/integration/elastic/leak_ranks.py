@@ -48,16 +48,16 @@ def walk(context: RankContext, *, places: list[dict[str, Any]], **options: Any) 
     first, *others = places
     with started(context, Layout(**first["layout"]), first.get("ranks"), **options) as trainer:
         before = logical_state(trainer)
-        is_same, counts = True, [_num_with_pages(context)]
+        is_same, counts = True, [num_with_pages(context)]
         for place in others:
             trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
             is_same = is_same and same(before, logical_state(trainer))
-            counts.append(_num_with_pages(context))
+            counts.append(num_with_pages(context))
         trainer.world.barrier(trainer.world.membership.members)
     return {"counts": np.array(counts), "is_same": np.array(is_same)}
 
 
-def _num_with_pages(context: RankContext) -> int:
+def num_with_pages(context: RankContext) -> int:
     """The number of this member's files in shared memory that have pages. There is one file per layout."""
     return sum(path.stat().st_blocks > 0 for path in context.tmpfs.glob(f"*-member{context.rank}-*"))
 

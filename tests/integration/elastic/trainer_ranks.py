@@ -15,6 +15,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerLayer
+from torch._C._distributed_c10d import Store
 
 from tests.integration.elastic.world_ranks import TIMEOUT_S, join, open_store
 from tests.ranks import RankContext, Results
@@ -112,10 +113,15 @@ def started(
     max_groups: int = MAX_GROUPS,
     keeps_last: bool = True,
     change: Callable[[GptProvider], GptProvider] = lambda provider: provider,
+    store: Store | None = None,
+    ends_world: bool = True,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
-    """A trainer over all ranks of the context, in its first layout. `keeps_files`: a suspended state is in files."""
-    store = open_store(context)
+    """A trainer over all ranks of the context, in its first layout. `keeps_files`: a suspended state is in files.
+
+    `store`: one that the caller opened, for further epochs. `ends_world`: whether the first epoch lasts to the end.
+    """
+    store = store or open_store(context)
     members = tuple(range(context.world_size))
     world = join(context, store, epoch=1, members=members, max_groups=max_groups)
     folder = context.tmpfs if shared else None
@@ -133,7 +139,8 @@ def started(
     trainer.start(layout, ranks=ranks)
     yield trainer
     trainer.close()
-    world.leave()
+    if ends_world:
+        world.leave()
 
 
 def logical_state(trainer: ElasticTrainer) -> Logical:

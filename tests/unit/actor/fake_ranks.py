@@ -21,7 +21,7 @@ from tidegate.v1 import types_pb2 as wire_types
 from tidegate.v1 import workers_pb2 as wire
 
 PLENTY = 1_000_000
-_TOGETHER = ("train", "accumulate", "prepare_reshard", "commit_reshard", "abort_reshard")
+_TOGETHER = ("train", "accumulate", "prepare_reshard", "commit_reshard", "abort_reshard", "build_ahead")
 """The calls that only members of an epoch accept."""
 
 
@@ -61,6 +61,8 @@ class FakeRank:
         """The calls of suspensions that the rank got."""
         self.is_suspended = False
         """Whether its state is in host memory alone."""
+        self.built: list[wire.BuildAhead] = []
+        """The layouts that were built ahead, also those that the rank died in."""
         self._ranks = ranks
         self.started: list[wire.StartActor] = []
         self.trained: list[wire.Train] = []
@@ -89,6 +91,8 @@ class FakeRank:
             self.hangs_in = ""
             self._ranks.lose_epoch()
             raise TimeoutError(f"{self.grant.gpu} did not answer {kind}")
+        if kind == "build_ahead":
+            self.built.append(call.build_ahead)
         if kind == self.stays_in:
             self.is_staying = True
             self._changes.notify()
@@ -104,6 +108,10 @@ class FakeRank:
                 yield self._reshard(call, kind)
             case "prepare_suspension" | "commit_suspension" | "abort_suspension":
                 yield self._suspend(call, kind)
+            case "build_ahead":
+                assert not self.portions, "a minibatch is begun"
+                self._changes.notify()
+                yield replied(call, wire.BuiltAhead(is_built=self._ranks.builds, reason=self._ranks.reason))
             case "start_actor":
                 yield self._start(call)
             case "warm_up":
@@ -264,6 +272,9 @@ class Ranks:
     """All started ranks, the newest of each GPU. Each update of a rank takes one of its `permits`."""
 
     memory_bytes = 1 << 20
+    builds = True
+    """Whether layouts can be built ahead, and else the reason."""
+    reason = ""
 
     def __init__(self, *, num_permits: int = PLENTY) -> None:
         self.of: dict[str, FakeRank] = {}

@@ -13,9 +13,13 @@
 
 A World is not safe for several threads.
 
+Members may do something `aside`: then their common group is another one, and the loss of a member costs the groups that
+they made aside and no others.
+
 Invariants:
 - A member id has one place. [test_world: a_membership_has_members_and_each_once]
 - No group of the latest `prepare` is dropped. [test_world: a_group_in_use_stays]
+- A member that is lost aside leaves the other groups as they were. [test_ahead: a_standby_that_dies_while]
 - After `leave` this process has no open connection of the epoch, whoever still holds a group of it. It may join the
   next epoch. [test_world: epochs_leave_no_descriptor]
 """
@@ -98,6 +102,14 @@ def surplus(
     return dropped
 
 
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """The common group of what is done aside, and its addresses."""
+
+    group: dist.ProcessGroup
+    addresses: frozenset[str]
+
+
 class World:
     """This process's part in a membership epoch. `join` makes it."""
 
@@ -126,6 +138,8 @@ class World:
         self._addresses: dict[tuple[int, ...], frozenset[str]] = {}
         self._recency: dict[tuple[int, ...], None] = {}
         self._made: Counter[tuple[int, ...]] = Counter()
+        self._aside: _Aside | None = None
+        self._is_aside = False
 
     @classmethod
     def join(
@@ -188,7 +202,8 @@ class World:
 
     def gather(self, members: tuple[int, ...], payload: bytes) -> dict[int, bytes]:
         """Each member's payload, by member."""
-        group = self.group(members)
+        is_common = members == self.membership.members
+        group = self._aside.group if self._is_aside and self._aside and is_common else self.group(members)
         with peers_needed(f"gathering from members {members}"):
             return dict(zip(members, gather_bytes(group, payload, device=self.device), strict=True))
 
@@ -198,6 +213,30 @@ class World:
             arrived = torch.ones((), device=self.device)
             dist.all_reduce(arrived, group=group)
             arrived.item()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """All members enter it alike. In it they gather over a common group of their own.
+
+        A PeerLost in it ends the groups that were made in it, so that no member waits in one of them. From then on
+        nothing else can be done aside in this epoch, and the members no longer agree on the groups that exist: only
+        those of before can be used.
+        """
+        before = set(self._groups)
+        try:
+            if self._aside is None:
+                self._aside = self._made_aside()
+            self._is_aside = True
+            yield
+        except PeerLost:
+            if self._aside is not None:
+                shut(self._aside.addresses)
+            for members in set(self._groups) - before:
+                self._recency.pop(members, None)
+                self._drop(members)
+            raise
+        finally:
+            self._is_aside = False
 
     def leave(self, abort: bool = False) -> None:
         """End this rank's part: together with all members, or with `abort`, after a failure, at once and alone.
@@ -218,6 +257,9 @@ class World:
                 c10d._abort_process_group()
             for members in list(self._addresses):
                 self._disconnect(members)
+            if self._aside is not None:
+                shut(self._aside.addresses)
+            self._aside = None
             self._groups.clear()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -258,18 +300,32 @@ class World:
                 f"member {self.me} requests a group of {members}; only the members of a group make it, "
                 f"and they must be members of epoch {epoch.epoch}: {epoch.members}"
             )
-        ranks = [epoch.members.index(member) for member in members]
-        name = c10d.GroupName(f"{epoch.epoch}/{'-'.join(map(str, members))}/{self._made[members]}")
+        name = f"{epoch.epoch}/{'-'.join(map(str, members))}/{self._made[members]}"
+        group, self._addresses[members] = self._new_group(name, members)
+        self._made[members] += 1
+        self._groups[members] = group
+
+    def _made_aside(self) -> _Aside:
+        return _Aside(*self._new_group(f"{self.membership.epoch}/aside", self.membership.members))
+
+    def _new_group(self, name: str, members: tuple[int, ...]) -> tuple[dist.ProcessGroup, frozenset[str]]:
+        """The group, and the addresses on which its members listen."""
+        ranks = [self.membership.members.index(member) for member in members]
         before = listening()
         # torch's new_group names a group by the number of groups of this rank, which may differ between members.
         with peers_needed(f"making the group of members {members}"):
             group, _ = c10d._new_process_group_helper(
-                len(ranks), ranks.index(dist.get_rank()), ranks, self.backend, self.store, name, timeout=self._timeout
+                len(ranks),
+                ranks.index(dist.get_rank()),
+                ranks,
+                self.backend,
+                self.store,
+                c10d.GroupName(name),
+                timeout=self._timeout,
             )
-            self._addresses[members] = self._exchanged(name, members, listening() - before)
+            addresses = self._exchanged(name, members, listening() - before)
         c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
-        self._made[members] += 1
-        self._groups[members] = group
+        return group, addresses
 
     def _exchanged(self, name: str, members: tuple[int, ...], mine: frozenset[str]) -> frozenset[str]:
         """The addresses on which the members listen for a group. With NCCL there are none, because NCCL has an abort

@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_MADV_POPULATE_WRITE = 23
-"""Available since Linux 5.14. Python has no name for it."""
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+"""Available since Linux 5.14. Python has no names for them."""
 ALIGNMENT_BYTES = 64
 """A cache line. No vector instruction and no padding of Megatron's needs a larger alignment."""
 
@@ -191,7 +191,7 @@ class ArenaReader:
     """Maps other processes' arenas read-only, each file once, while it has its name. Not safe for several threads."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, tuple[tuple[int, int], npt.NDArray[np.uint8]]] = {}
+        self._mapped: dict[str, tuple[tuple[int, int], npt.NDArray[np.uint8], mmap.mmap]] = {}
 
     def bytes_at(self, path: str) -> npt.NDArray[np.uint8]:
         """The file that has this name now, as one read-only array. Raises FileNotFoundError.
@@ -210,6 +210,17 @@ class ArenaReader:
         """A shared tensor's bits, as unsigned integers of its itemsize."""
         return self._slice(place).view(f"u{place.dtype.itemsize}")
 
+    def map_pages(self, place: Place) -> None:
+        """Map a shared tensor's pages now. Otherwise the first read of each takes a page fault."""
+        found = self._slice(place)
+        if found.size == 0:
+            return
+        first = place.offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        end = place.offset_bytes + found.size
+        # Older kernels refuse it.
+        with suppress(OSError):
+            self._mapped[place.path][2].madvise(_MADV_POPULATE_READ, first, _whole_pages(end) - first)
+
     def tensor_at(self, place: Place) -> torch.Tensor:
         """A shared tensor. A process that writes to it gets a segmentation fault."""
         found = self._slice(place)
@@ -219,7 +230,7 @@ class ArenaReader:
 
     def _forget_nameless(self) -> None:
         """Drop the mappings of files that have lost their name, so that their memory can be freed."""
-        for path, (identity, _) in list(self._mapped.items()):
+        for path, (identity, _, _) in list(self._mapped.items()):
             if _identity(path) != identity:
                 del self._mapped[path]
 
@@ -264,12 +275,12 @@ def _identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _mapped(path: str) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
+def _mapped(path: str) -> tuple[tuple[int, int], npt.NDArray[np.uint8], mmap.mmap]:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.fstat(file)
         memory = mmap.mmap(file, found.st_size, prot=mmap.PROT_READ)
-        return (found.st_dev, found.st_ino), np.frombuffer(memory, np.uint8)
+        return (found.st_dev, found.st_ino), np.frombuffer(memory, np.uint8), memory
     finally:
         os.close(file)
 
