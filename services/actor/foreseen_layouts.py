@@ -3,8 +3,8 @@
 A policy changes the number of the actor's copies, and picks their GPUs when the time has come: it keeps the actor's own
 and adds GPUs that others let go of, or gives up the last ones. The order is by how likely a layout is:
 1. The actor's home: every policy returns to it.
-2. By how near the number of copies is to the present one, each number once: on the actor's own GPUs first and then on
-   the cluster's next ones.
+2. By how near the number of copies is to the present one, of two the larger one first, each number once: on the
+   actor's own GPUs first and then on the cluster's next ones.
 3. In the same order of numbers, the other choices of further GPUs, in the cluster's order.
 
 A suspended actor has no GPUs of its own; the order is that of its home, and each choice of GPUs is possible.
@@ -57,7 +57,9 @@ def foreseen(
     """The places in order of their likelihood. `present`: None while the actor is suspended. `slots`: the GPUs that it
     may get, in the cluster's order. `layouts`: those that it may be in."""
     start = present or home
-    by_nearness = sorted(layouts, key=lambda layout: (abs(layout.num_ranks - start.layout.num_ranks), layout.num_ranks))
+    by_nearness = sorted(
+        layouts, key=lambda layout: (abs(layout.num_ranks - start.layout.num_ranks), -layout.num_ranks)
+    )
     likely = [_on(layout, start, slots) for layout in by_nearness]
     own = () if present is None else present.gpus
     others = (place for layout in by_nearness for place in _choices(layout, own, slots))

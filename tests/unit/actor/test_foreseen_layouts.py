@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Place | None, Place, int, list[Layout], list[Place]]] = {
         on(0),
         4,
         copies(1, 2, 3, 4),
-        [on(0), on(2, 0), on(2, 0, 3, 1), on(2)],
+        [on(0), on(2, 0, 3, 1), on(2, 0), on(2)],
     ),
     "copies of two GPUs come and go whole": (
         on(0, 1, layout=PAIR),

@@ -170,8 +170,7 @@ class ActorSection(_Section):
     """The memory limit of a process that stands by on a slot for the actor. A process that takes more is ended, and
     its slot starts cold."""
     layouts_ahead_mib: Count = 1024
-    """The memory of one process for layouts that are built before a policy asks for them, so that the first switch to
-    one is as fast as a later one. 0: none is built ahead."""
+    """The memory of one process for layouts that are built before a policy asks for them. 0: none is built ahead."""
     precision: Precision = Precision.FP32
     """The precision of the weights in training, in snapshots and in the inference, so that the log-probabilities of
     inference and actor agree."""
