@@ -2,9 +2,9 @@
 
 One side has the target layout built ahead, as a job whose policy foresees it. On the others the first switch makes
 groups and tensors, and later ones reuse them. By default they also reuse the memory of the last switch. One side
-allocates it in each switch, as a switch to a third layout does. After each
-switch its floor is measured: the same bytes to each rank by the same means, without strides, into new memory. Weights
-alone move between existing tensors at both ends, as in Megatron's refit.
+allocates it in each switch, as a switch to a third layout does. After each switch its floor is measured: the same bytes
+to each rank by the same means, without strides, into new memory. Weights alone move between existing tensors at both
+ends, as in Megatron's refit.
 """
 
 from __future__ import annotations

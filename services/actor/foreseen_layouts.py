@@ -57,9 +57,11 @@ def foreseen(
     """The places in order of their likelihood. `present`: None while the actor is suspended. `slots`: the GPUs that it
     may get, in the cluster's order. `layouts`: those that it may be in."""
     start = present or home
-    by_nearness = sorted(
-        layouts, key=lambda layout: (abs(layout.num_ranks - start.layout.num_ranks), -layout.num_ranks)
-    )
+
+    def nearness(layout: Layout) -> tuple[int, int]:
+        return abs(layout.num_ranks - start.layout.num_ranks), -layout.num_ranks
+
+    by_nearness = sorted(layouts, key=nearness)[: MOST_LAYOUTS + 1]
     likely = [_on(layout, start, slots) for layout in by_nearness]
     own = () if present is None else present.gpus
     others = (place for layout in by_nearness for place in _choices(layout, own, slots))

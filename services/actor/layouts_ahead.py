@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -67,6 +68,7 @@ class LayoutsAhead:
         self._config = config
         self._epoch: int | None = None
         self._place: Place | None = None
+        self._wanted: tuple[Foreseen, ...] = ()
         self._built: set[Place] = set()
         self._with_memory: set[Place] = set()
         self._log = structlog.get_logger("ahead")
@@ -106,25 +108,28 @@ class LayoutsAhead:
         is_resting = self._is_resting()
         if not self._layouts or not self._world.is_whole or not (is_resting or self._ranks.are_present):
             return None
-        present = None if is_resting else Place(self._ranks.layout, tuple(it.gpu for it in self._crew.members))
-        self._note(present)
-        slots = self._slots if self._has_room_elsewhere else tuple(present.gpus if present else ())
-        places = foreseen(present, self._home, slots=slots, layouts=self._layouts)
-        for each in within(places, cap_bytes=self._cap_bytes, rank_bytes=self._rank_bytes):
-            keeps_memory = each.keeps_memory and self._has_room_elsewhere
-            if each.place not in self._built or (keeps_memory and each.place not in self._with_memory):
-                return Foreseen(each.place, keeps_memory)
+        self._look(None if is_resting else Place(self._ranks.layout, tuple(it.gpu for it in self._crew.members)))
+        for each in self._wanted:
+            if each.place not in self._built or (each.keeps_memory and each.place not in self._with_memory):
+                return each
         return None
 
-    def _note(self, present: Place | None) -> None:
-        """Forget what another epoch had, and the memory that the last switch gave back."""
+    def _look(self, present: Place | None) -> None:
+        """Note where the actor is. Another epoch has nothing yet, and a switch has given memory back."""
+        if (self._epoch, self._place) == (self._world.epoch, present):
+            return
         if self._epoch != self._world.epoch:
             self._built.clear()
-        if (self._epoch, self._place) != (self._world.epoch, present):
-            self._with_memory.clear()
+        self._with_memory.clear()
         self._epoch, self._place = self._world.epoch, present
         if present is not None:
             self._built.add(present)
+        slots = self._slots if self._has_room_elsewhere else tuple(present.gpus if present else ())
+        places = foreseen(present, self._home, slots=slots, layouts=self._layouts)
+        wanted = within(places, cap_bytes=self._cap_bytes, rank_bytes=self._rank_bytes)
+        self._wanted = tuple(
+            replace(each, keeps_memory=each.keeps_memory and self._has_room_elsewhere) for each in wanted
+        )
 
     async def _build(self, each: Foreseen) -> None:
         place, everyone = each.place, self._world.everyone

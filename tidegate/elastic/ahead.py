@@ -12,19 +12,24 @@ the two at its ends.
 Invariants:
 - The state, its layout and its memory stay as they are, whatever happens. [test_ahead: a_standby_that_dies_while]
 - A layout that was built ahead gives the bits of one that was not. [test_ahead: the_same_bits]
-- It belongs to the epoch, and so to its very processes. [test_ahead: an_epoch_later]
+- It belongs to the epoch, and so to its very processes. [test_ahead: the_epoch_what_was_built]
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from tidegate.elastic.epoch_cache import EpochCache
-from tidegate.elastic.model.memory import ArenaFull, ArenaReader
+from tidegate.elastic.model.memory import Arena, ArenaFull, ArenaReader, SharedArena
 from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.plan import Part
 from tidegate.elastic.report import Stopwatch
 from tidegate.elastic.state.location import StateLocation
+
+LEAST_FREE = 0.25
+"""The share of the tmpfs that stays free where memory is kept ahead. Snapshots of weights are in the same one, and a
+version of the weights takes at most a third of what a layout with its optimizer does."""
 
 
 def build_ahead(
@@ -46,7 +51,18 @@ def build_ahead(
         target.state.materialise()
     except ArenaFull:
         return 0
+    if not _leaves_room(target.state.arena):
+        target.state.release()
+        return 0
     return target.state.arena.num_bytes
+
+
+def _leaves_room(arena: Arena) -> bool:
+    """Whether enough of the tmpfs is free: what is kept ahead must not stand in the way of a snapshot."""
+    if not isinstance(arena, SharedArena):
+        return True
+    space = os.statvfs(arena.path.parent)
+    return space.f_bavail >= LEAST_FREE * space.f_blocks
 
 
 def _map_sources(reader: ArenaReader, source: StateLocation, part: Part | None, hosts: Mapping[int, str]) -> None:
