@@ -41,9 +41,10 @@ from tidegate.runtime.crew import Crew, WorkerGone, WorkerRefused
 from tidegate.types import Layout, Role
 from tidegate.v1 import workers_pb2 as wire
 
-BEFORE_FIRST_VERSION_S = 2.0
-"""No further build is begun then, so that a start takes hardly longer: the engines start meanwhile, for some seconds.
-What is not built yet is built in the first iteration, beside the engines' steps."""
+LEAST_BEFORE_FIRST_VERSION, BEFORE_FIRST_VERSION_S = 2, 2.0
+"""The two most likely layouts are built before the first version in any case. After this time no further one is begun,
+so that a start takes hardly longer: the engines start meanwhile, for some seconds. The others are built in the first
+iteration, beside the engines' steps."""
 
 
 class LayoutsAhead:
@@ -87,9 +88,9 @@ class LayoutsAhead:
 
     async def before_first_version(self) -> None:
         clock = asyncio.get_running_loop().time
-        until = clock() + BEFORE_FIRST_VERSION_S
-        while clock() < until and await self._build_next():
-            pass
+        until, num_built = clock() + BEFORE_FIRST_VERSION_S, 0
+        while (num_built < LEAST_BEFORE_FIRST_VERSION or clock() < until) and await self._build_next():
+            num_built += 1
 
     async def _build_next(self) -> bool:
         """Build one layout. False where there is none to build."""
