@@ -41,6 +41,8 @@ EventBody = (
     | events_pb2.CommandAnswered
     | events_pb2.ResizeRequested
     | events_pb2.ResizeFailed
+    | events_pb2.SplitRequested
+    | events_pb2.DrainRequested
     | events_pb2.EvaluationReported
     | events_pb2.Generation
     | events_pb2.Inferring

@@ -70,6 +70,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
             announcer=announcer,
             logs=folder.attempt().logs,
             layout_fault=lambda layout: loaded().layout_fault(Role.ACTOR, layout),
+            policy=policy,
         )
         descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
         served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))

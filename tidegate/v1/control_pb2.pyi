@@ -57,6 +57,8 @@ class GetJobResponse(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _builtins.int
     APPLIED_SEQUENCE_FIELD_NUMBER: _builtins.int
     OPEN_RESIZES_FIELD_NUMBER: _builtins.int
+    OPEN_PLACES_FIELD_NUMBER: _builtins.int
+    DRAINED_GPUS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     phase: _builtins.str
@@ -83,6 +85,14 @@ class GetJobResponse(_message.Message):
     def open_resizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActorPlace]:
         """The resizes of the actor that persons asked for and that have not ended."""
 
+    @_builtins.property
+    def open_places(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RolePlace]:
+        """Where persons asked for components that are not there yet."""
+
+    @_builtins.property
+    def drained_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The GPUs that a person took away from the job. No policy gives them to a component."""
+
     def __init__(
         self,
         *,
@@ -100,10 +110,12 @@ class GetJobResponse(_message.Message):
         evaluations: _abc.Iterable[Global___EvaluationSummary] | None = ...,
         applied_sequence: _builtins.int = ...,
         open_resizes: _abc.Iterable[Global___ActorPlace] | None = ...,
+        open_places: _abc.Iterable[_types_pb2.RolePlace] | None = ...,
+        drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_resizes", b"open_resizes", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "drained_gpus", b"drained_gpus", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_places", b"open_places", "open_resizes", b"open_resizes", "phase", b"phase", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -694,3 +706,276 @@ class ResizeActorResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeActorResponse: _TypeAlias = ResizeActorResponse  # noqa: Y015
+
+@_typing.final
+class ScaleJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    INFERENCE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    actor: _builtins.int
+    """Numbers of GPUs. A component without one goes to its home."""
+    rollout: _builtins.int
+    inference: _builtins.int
+    dry_run: _builtins.bool
+    """Answer, and change nothing."""
+    @_builtins.property
+    def layout(self) -> _types_pb2.Layout:
+        """The actor's layout, in place of its number of GPUs."""
+
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The actor's GPUs, in rank order. Empty: the scheduler chooses them."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        actor: _builtins.int | None = ...,
+        rollout: _builtins.int | None = ...,
+        inference: _builtins.int | None = ...,
+        layout: _types_pb2.Layout | None = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_actor", b"_actor", "_inference", b"_inference", "_rollout", b"_rollout", "actor", b"actor", "inference", b"inference", "layout", b"layout", "rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actor", b"_actor", "_inference", b"_inference", "_rollout", b"_rollout", "actor", b"actor", "dry_run", b"dry_run", "gpus", b"gpus", "inference", b"inference", "job", b"job", "layout", b"layout", "rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__actor: _TypeAlias = _typing.Literal["actor"]  # noqa: Y015
+    _WhichOneofArgType__actor: _TypeAlias = _typing.Literal["_actor", b"_actor"]  # noqa: Y015
+    _WhichOneofReturnType__inference: _TypeAlias = _typing.Literal["inference"]  # noqa: Y015
+    _WhichOneofArgType__inference: _TypeAlias = _typing.Literal["_inference", b"_inference"]  # noqa: Y015
+    _WhichOneofReturnType__rollout: _TypeAlias = _typing.Literal["rollout"]  # noqa: Y015
+    _WhichOneofArgType__rollout: _TypeAlias = _typing.Literal["_rollout", b"_rollout"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__actor) -> _WhichOneofReturnType__actor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inference) -> _WhichOneofReturnType__inference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rollout) -> _WhichOneofReturnType__rollout | None: ...
+
+Global___ScaleJobRequest: _TypeAlias = ScaleJobRequest  # noqa: Y015
+
+@_typing.final
+class ScaleJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def move(self) -> Global___ManualMove: ...
+    def __init__(
+        self,
+        *,
+        move: Global___ManualMove | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleJobResponse: _TypeAlias = ScaleJobResponse  # noqa: Y015
+
+@_typing.final
+class MigrateGpusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    COMING_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    dry_run: _builtins.bool
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """GPUs of one component: whole replicas, or any GPUs of the actor."""
+
+    @_builtins.property
+    def coming(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As many free GPUs, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        leaving: _abc.Iterable[_builtins.str] | None = ...,
+        coming: _abc.Iterable[_builtins.str] | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming", b"coming", "dry_run", b"dry_run", "job", b"job", "leaving", b"leaving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrateGpusRequest: _TypeAlias = MigrateGpusRequest  # noqa: Y015
+
+@_typing.final
+class MigrateGpusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def move(self) -> Global___ManualMove: ...
+    def __init__(
+        self,
+        *,
+        move: Global___ManualMove | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MigrateGpusResponse: _TypeAlias = MigrateGpusResponse  # noqa: Y015
+
+@_typing.final
+class DrainGpusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    undo: _builtins.bool
+    """Give them back to the job."""
+    dry_run: _builtins.bool
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """GPUs, and nodes for all of their GPUs."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        targets: _abc.Iterable[_builtins.str] | None = ...,
+        undo: _builtins.bool = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "job", b"job", "targets", b"targets", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainGpusRequest: _TypeAlias = DrainGpusRequest  # noqa: Y015
+
+@_typing.final
+class DrainGpusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def move(self) -> Global___ManualMove: ...
+    def __init__(
+        self,
+        *,
+        move: Global___ManualMove | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["move", b"move"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainGpusResponse: _TypeAlias = DrainGpusResponse  # noqa: Y015
+
+@_typing.final
+class ManualMove(_message.Message):
+    """A person's move as it was accepted, or with `dry_run` as it would be."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    DRAINED_GPUS_FIELD_NUMBER: _builtins.int
+    STREAM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    stream_sequence: _builtins.int
+    """The place of the request in the job's stream of events; 0 for a dry run."""
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RolePlace]:
+        """Where each component is to be."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedStep]:
+        """The transitions from where the components are now, in an order in which they can be carried out."""
+
+    @_builtins.property
+    def drained_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The GPUs that are drained once this is done."""
+
+    def __init__(
+        self,
+        *,
+        places: _abc.Iterable[_types_pb2.RolePlace] | None = ...,
+        steps: _abc.Iterable[Global___PlannedStep] | None = ...,
+        drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
+        stream_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained_gpus", b"drained_gpus", "places", b"places", "steps", b"steps", "stream_sequence", b"stream_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManualMove: _TypeAlias = ManualMove  # noqa: Y015
+
+@_typing.final
+class PlannedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    COMES_FIELD_NUMBER: _builtins.int
+    OLD_LAYOUT_FIELD_NUMBER: _builtins.int
+    NEW_LAYOUT_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    ESTIMATED_S_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    change: _builtins.str
+    """The kind of the transition's part: start, resume, resize, suspend."""
+    estimated_s: _builtins.float
+    """By the costs that policies plan with; absent where they say nothing."""
+    @_builtins.property
+    def leaves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def comes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def old_layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def new_layout(self) -> _types_pb2.Layout: ...
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """GPUs that come after another component has given them up."""
+
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+        change: _builtins.str = ...,
+        leaves: _abc.Iterable[_builtins.str] | None = ...,
+        comes: _abc.Iterable[_builtins.str] | None = ...,
+        old_layout: _types_pb2.Layout | None = ...,
+        new_layout: _types_pb2.Layout | None = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
+        estimated_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_s", b"_estimated_s", "estimated_s", b"estimated_s", "new_layout", b"new_layout", "old_layout", b"old_layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_s", b"_estimated_s", "change", b"change", "comes", b"comes", "estimated_s", b"estimated_s", "leaves", b"leaves", "new_layout", b"new_layout", "old_layout", b"old_layout", "role", b"role", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__estimated_s: _TypeAlias = _typing.Literal["estimated_s"]  # noqa: Y015
+    _WhichOneofArgType__estimated_s: _TypeAlias = _typing.Literal["_estimated_s", b"_estimated_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_s) -> _WhichOneofReturnType__estimated_s | None: ...
+
+Global___PlannedStep: _TypeAlias = PlannedStep  # noqa: Y015

@@ -79,6 +79,21 @@ class ControlStub:
                 request_serializer=tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.FromString,
                 _registered_method=True)
+        self.ScaleJob = channel.unary_unary(
+                '/tidegate.v1.Control/ScaleJob',
+                request_serializer=tidegate_dot_v1_dot_control__pb2.ScaleJobRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_control__pb2.ScaleJobResponse.FromString,
+                _registered_method=True)
+        self.MigrateGpus = channel.unary_unary(
+                '/tidegate.v1.Control/MigrateGpus',
+                request_serializer=tidegate_dot_v1_dot_control__pb2.MigrateGpusRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_control__pb2.MigrateGpusResponse.FromString,
+                _registered_method=True)
+        self.DrainGpus = channel.unary_unary(
+                '/tidegate.v1.Control/DrainGpus',
+                request_serializer=tidegate_dot_v1_dot_control__pb2.DrainGpusRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_control__pb2.DrainGpusResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -139,6 +154,27 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleJob(self, request, context):
+        """Gives components other numbers of GPUs, the actor also another layout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MigrateGpus(self, request, context):
+        """Moves replicas of a component to free GPUs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainGpus(self, request, context):
+        """Takes GPUs away from the job until they are given back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -186,6 +222,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ResizeActor,
                     request_deserializer=tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.SerializeToString,
+            ),
+            'ScaleJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleJob,
+                    request_deserializer=tidegate_dot_v1_dot_control__pb2.ScaleJobRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_control__pb2.ScaleJobResponse.SerializeToString,
+            ),
+            'MigrateGpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.MigrateGpus,
+                    request_deserializer=tidegate_dot_v1_dot_control__pb2.MigrateGpusRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_control__pb2.MigrateGpusResponse.SerializeToString,
+            ),
+            'DrainGpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainGpus,
+                    request_deserializer=tidegate_dot_v1_dot_control__pb2.DrainGpusRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_control__pb2.DrainGpusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -431,6 +482,87 @@ class Control:
             '/tidegate.v1.Control/ResizeActor',
             tidegate_dot_v1_dot_control__pb2.ResizeActorRequest.SerializeToString,
             tidegate_dot_v1_dot_control__pb2.ResizeActorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Control/ScaleJob',
+            tidegate_dot_v1_dot_control__pb2.ScaleJobRequest.SerializeToString,
+            tidegate_dot_v1_dot_control__pb2.ScaleJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MigrateGpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Control/MigrateGpus',
+            tidegate_dot_v1_dot_control__pb2.MigrateGpusRequest.SerializeToString,
+            tidegate_dot_v1_dot_control__pb2.MigrateGpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainGpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Control/DrainGpus',
+            tidegate_dot_v1_dot_control__pb2.DrainGpusRequest.SerializeToString,
+            tidegate_dot_v1_dot_control__pb2.DrainGpusResponse.FromString,
             options,
             channel_credentials,
             insecure,

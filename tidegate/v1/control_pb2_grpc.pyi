@@ -41,6 +41,12 @@ class ControlStub:
     DropDeadLetter: _grpc.UnaryUnaryMultiCallable[_control_pb2.DropDeadLetterRequest, _control_pb2.DropDeadLetterResponse]
     ResizeActor: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResizeActorRequest, _control_pb2.ResizeActorResponse]
     """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
+    ScaleJob: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScaleJobRequest, _control_pb2.ScaleJobResponse]
+    """Gives components other numbers of GPUs, the actor also another layout."""
+    MigrateGpus: _grpc.UnaryUnaryMultiCallable[_control_pb2.MigrateGpusRequest, _control_pb2.MigrateGpusResponse]
+    """Moves replicas of a component to free GPUs."""
+    DrainGpus: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainGpusRequest, _control_pb2.DrainGpusResponse]
+    """Takes GPUs away from the job until they are given back."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -55,6 +61,12 @@ class ControlAsyncStub(ControlStub):
     DropDeadLetter: _aio.UnaryUnaryMultiCallable[_control_pb2.DropDeadLetterRequest, _control_pb2.DropDeadLetterResponse]  # type: ignore[assignment]
     ResizeActor: _aio.UnaryUnaryMultiCallable[_control_pb2.ResizeActorRequest, _control_pb2.ResizeActorResponse]  # type: ignore[assignment]
     """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
+    ScaleJob: _aio.UnaryUnaryMultiCallable[_control_pb2.ScaleJobRequest, _control_pb2.ScaleJobResponse]  # type: ignore[assignment]
+    """Gives components other numbers of GPUs, the actor also another layout."""
+    MigrateGpus: _aio.UnaryUnaryMultiCallable[_control_pb2.MigrateGpusRequest, _control_pb2.MigrateGpusResponse]  # type: ignore[assignment]
+    """Moves replicas of a component to free GPUs."""
+    DrainGpus: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainGpusRequest, _control_pb2.DrainGpusResponse]  # type: ignore[assignment]
+    """Takes GPUs away from the job until they are given back."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,5 +132,29 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResizeActorResponse, _abc.Awaitable[_control_pb2.ResizeActorResponse]]:
         """Moves the working actor to other GPUs, to more, to fewer, or into another layout on the same."""
+
+    @_abc_1.abstractmethod
+    def ScaleJob(
+        self,
+        request: _control_pb2.ScaleJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ScaleJobResponse, _abc.Awaitable[_control_pb2.ScaleJobResponse]]:
+        """Gives components other numbers of GPUs, the actor also another layout."""
+
+    @_abc_1.abstractmethod
+    def MigrateGpus(
+        self,
+        request: _control_pb2.MigrateGpusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.MigrateGpusResponse, _abc.Awaitable[_control_pb2.MigrateGpusResponse]]:
+        """Moves replicas of a component to free GPUs."""
+
+    @_abc_1.abstractmethod
+    def DrainGpus(
+        self,
+        request: _control_pb2.DrainGpusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DrainGpusResponse, _abc.Awaitable[_control_pb2.DrainGpusResponse]]:
+        """Takes GPUs away from the job until they are given back."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,6 +60,8 @@ class Event(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     INFERRING_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
+    SPLIT_REQUESTED_FIELD_NUMBER: _builtins.int
+    DRAIN_REQUESTED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived: "<source>/<boot>/<sequence>". A repeat has the same id, and the stream drops it."""
     job: _builtins.str
@@ -129,6 +131,10 @@ class Event(_message.Message):
     def inferring(self) -> Global___Inferring: ...
     @_builtins.property
     def training(self) -> Global___Training: ...
+    @_builtins.property
+    def split_requested(self) -> Global___SplitRequested: ...
+    @_builtins.property
+    def drain_requested(self) -> Global___DrainRequested: ...
     def __init__(
         self,
         *,
@@ -168,12 +174,14 @@ class Event(_message.Message):
         generation: Global___Generation | None = ...,
         inferring: Global___Inferring | None = ...,
         training: Global___Training | None = ...,
+        split_requested: Global___SplitRequested | None = ...,
+        drain_requested: Global___DrainRequested | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "training", b"training", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "drain_requested", b"drain_requested", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration_reported", b"iteration_reported", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "split_requested", b"split_requested", "training", b"training", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "training", b"training", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "body", b"body", "boot", b"boot", "checkpoint_saved", b"checkpoint_saved", "command_answered", b"command_answered", "dead_lettered", b"dead_lettered", "drain_requested", b"drain_requested", "evaluation_reported", b"evaluation_reported", "failed", b"failed", "gate_reported", b"gate_reported", "generation", b"generation", "gpus_acquired", b"gpus_acquired", "gpus_released", b"gpus_released", "grants", b"grants", "id", b"id", "incarnation", b"incarnation", "inferring", b"inferring", "instance_joined", b"instance_joined", "instance_lost", b"instance_lost", "iteration", b"iteration", "iteration_reported", b"iteration_reported", "job", b"job", "job_cancel_requested", b"job_cancel_requested", "job_resume_requested", b"job_resume_requested", "job_submitted", b"job_submitted", "layout_committed", b"layout_committed", "lead_elected", b"lead_elected", "occurred_unix_ns", b"occurred_unix_ns", "progress", b"progress", "resize_failed", b"resize_failed", "resize_requested", b"resize_requested", "role", b"role", "sequence", b"sequence", "source", b"source", "split_requested", b"split_requested", "training", b"training", "transition_id", b"transition_id", "weights_loaded", b"weights_loaded", "weights_published", b"weights_published"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed", "evaluation_reported", "generation", "inferring", "training"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["progress", "backlog", "gpus_released", "gpus_acquired", "layout_committed", "failed", "instance_joined", "instance_lost", "lead_elected", "weights_published", "weights_loaded", "iteration_reported", "checkpoint_saved", "dead_lettered", "job_submitted", "job_cancel_requested", "job_resume_requested", "gate_reported", "command_answered", "resize_requested", "resize_failed", "evaluation_reported", "generation", "inferring", "training", "split_requested", "drain_requested"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -877,6 +885,55 @@ class ResizeFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResizeFailed: _TypeAlias = ResizeFailed  # noqa: Y015
+
+@_typing.final
+class SplitRequested(_message.Message):
+    """A person requests these GPUs for each of the components."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.RolePlace]:
+        """All three components."""
+
+    def __init__(
+        self,
+        *,
+        places: _abc.Iterable[_types_pb2.RolePlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SplitRequested: _TypeAlias = SplitRequested  # noqa: Y015
+
+@_typing.final
+class DrainRequested(_message.Message):
+    """A person takes GPUs away from the job, or gives them back to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    undo: _builtins.bool
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequested: _TypeAlias = DrainRequested  # noqa: Y015
 
 @_typing.final
 class Generation(_message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tidegate/v1/types.proto\x12\x0btidegate.v1\"&\n\x05Token\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"7\n\x05Grant\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12!\n\x05token\x18\x02 \x01(\x0b\x32\x12.tidegate.v1.Token\"Q\n\x06Layout\x12\n\n\x02tp\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x64p\x18\x03 \x01(\r\x12\n\n\x02\x63p\x18\x04 \x01(\r\x12\n\n\x02\x65p\x18\x05 \x01(\r\x12\x0b\n\x03vpp\x18\x06 \x01(\r\"P\n\x08SampleId\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\r\x12\x0c\n\x04\x64raw\x18\x04 \x01(\r\"\xb4\x01\n\rIterationPlan\x12\x11\n\titeration\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0c\x66irst_prompt\x18\x03 \x01(\r\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\r\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x17\n\x0fnum_minibatches\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x19\n\x11max_extra_prompts\x18\x08 \x01(\r\"4\n\x0e\x45valuationPlan\x12\x11\n\titeration\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\"|\n\rSnapshotShard\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x17\n\x0fother_endpoints\x18\x06 \x03(\t\"\xb9\x01\n\x08Snapshot\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\r\x12*\n\x06shards\x18\x04 \x03(\x0b\x32\x1a.tidegate.v1.SnapshotShard\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\"\n\x06grants\x18\x06 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x18\n\x10weights_checksum\x18\x07 \x01(\t\"?\n\x04\x46\x61te\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x12\n\nids_digest\x18\x03 \x01(\x04\"\xc1\x02\n\rReshardReport\x12#\n\x06source\x18\x01 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12#\n\x06target\x18\x02 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12\x13\n\x0bmoved_bytes\x18\x03 \x01(\x04\x12\x15\n\rminimum_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\t\x12\x13\n\x0bnum_updates\x18\x07 \x01(\x04\x12\x38\n\x07seconds\x18\x08 \x03(\x0b\x32\'.tidegate.v1.ReshardReport.SecondsEntry\x12\x11\n\twas_built\x18\t \x01(\x08\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ACTOR\x10\x01\x12\x10\n\x0cROLE_ROLLOUT\x10\x02\x12\x12\n\x0eROLE_INFERENCE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tidegate/v1/types.proto\x12\x0btidegate.v1\"&\n\x05Token\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"7\n\x05Grant\x12\x0b\n\x03gpu\x18\x01 \x01(\t\x12!\n\x05token\x18\x02 \x01(\x0b\x32\x12.tidegate.v1.Token\"Q\n\x06Layout\x12\n\n\x02tp\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x64p\x18\x03 \x01(\r\x12\n\n\x02\x63p\x18\x04 \x01(\r\x12\n\n\x02\x65p\x18\x05 \x01(\r\x12\x0b\n\x03vpp\x18\x06 \x01(\r\"_\n\tRolePlace\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.tidegate.v1.Role\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12\x0c\n\x04gpus\x18\x03 \x03(\t\"P\n\x08SampleId\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\r\x12\x0c\n\x04\x64raw\x18\x04 \x01(\r\"\xb4\x01\n\rIterationPlan\x12\x11\n\titeration\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x14\n\x0c\x66irst_prompt\x18\x03 \x01(\r\x12\x13\n\x0bnum_prompts\x18\x04 \x01(\r\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x17\n\x0fnum_minibatches\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x19\n\x11max_extra_prompts\x18\x08 \x01(\r\"4\n\x0e\x45valuationPlan\x12\x11\n\titeration\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\"|\n\rSnapshotShard\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x17\n\x0fother_endpoints\x18\x06 \x03(\t\"\xb9\x01\n\x08Snapshot\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\r\x12*\n\x06shards\x18\x04 \x03(\x0b\x32\x1a.tidegate.v1.SnapshotShard\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\"\n\x06grants\x18\x06 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x18\n\x10weights_checksum\x18\x07 \x01(\t\"?\n\x04\x46\x61te\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x12\n\nids_digest\x18\x03 \x01(\x04\"\xc1\x02\n\rReshardReport\x12#\n\x06source\x18\x01 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12#\n\x06target\x18\x02 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12\x13\n\x0bmoved_bytes\x18\x03 \x01(\x04\x12\x15\n\rminimum_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blocal_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\t\x12\x13\n\x0bnum_updates\x18\x07 \x01(\x04\x12\x38\n\x07seconds\x18\x08 \x03(\x0b\x32\'.tidegate.v1.ReshardReport.SecondsEntry\x12\x11\n\twas_built\x18\t \x01(\x08\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ACTOR\x10\x01\x12\x10\n\x0cROLE_ROLLOUT\x10\x02\x12\x12\n\x0eROLE_INFERENCE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESHARDREPORT_SECONDSENTRY']._loaded_options = None
   _globals['_RESHARDREPORT_SECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1242
-  _globals['_ROLE']._serialized_end=1324
+  _globals['_ROLE']._serialized_start=1339
+  _globals['_ROLE']._serialized_end=1421
   _globals['_TOKEN']._serialized_start=40
   _globals['_TOKEN']._serialized_end=78
   _globals['_GRANT']._serialized_start=80
   _globals['_GRANT']._serialized_end=135
   _globals['_LAYOUT']._serialized_start=137
   _globals['_LAYOUT']._serialized_end=218
-  _globals['_SAMPLEID']._serialized_start=220
-  _globals['_SAMPLEID']._serialized_end=300
-  _globals['_ITERATIONPLAN']._serialized_start=303
-  _globals['_ITERATIONPLAN']._serialized_end=483
-  _globals['_EVALUATIONPLAN']._serialized_start=485
-  _globals['_EVALUATIONPLAN']._serialized_end=537
-  _globals['_SNAPSHOTSHARD']._serialized_start=539
-  _globals['_SNAPSHOTSHARD']._serialized_end=663
-  _globals['_SNAPSHOT']._serialized_start=666
-  _globals['_SNAPSHOT']._serialized_end=851
-  _globals['_FATE']._serialized_start=853
-  _globals['_FATE']._serialized_end=916
-  _globals['_RESHARDREPORT']._serialized_start=919
-  _globals['_RESHARDREPORT']._serialized_end=1240
-  _globals['_RESHARDREPORT_SECONDSENTRY']._serialized_start=1194
-  _globals['_RESHARDREPORT_SECONDSENTRY']._serialized_end=1240
+  _globals['_ROLEPLACE']._serialized_start=220
+  _globals['_ROLEPLACE']._serialized_end=315
+  _globals['_SAMPLEID']._serialized_start=317
+  _globals['_SAMPLEID']._serialized_end=397
+  _globals['_ITERATIONPLAN']._serialized_start=400
+  _globals['_ITERATIONPLAN']._serialized_end=580
+  _globals['_EVALUATIONPLAN']._serialized_start=582
+  _globals['_EVALUATIONPLAN']._serialized_end=634
+  _globals['_SNAPSHOTSHARD']._serialized_start=636
+  _globals['_SNAPSHOTSHARD']._serialized_end=760
+  _globals['_SNAPSHOT']._serialized_start=763
+  _globals['_SNAPSHOT']._serialized_end=948
+  _globals['_FATE']._serialized_start=950
+  _globals['_FATE']._serialized_end=1013
+  _globals['_RESHARDREPORT']._serialized_start=1016
+  _globals['_RESHARDREPORT']._serialized_end=1337
+  _globals['_RESHARDREPORT_SECONDSENTRY']._serialized_start=1291
+  _globals['_RESHARDREPORT_SECONDSENTRY']._serialized_end=1337
 # @@protoc_insertion_point(module_scope)

@@ -126,6 +126,35 @@ class Layout(_message.Message):
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
+class RolePlace(_message.Message):
+    """A component's GPUs, in rank order, and the layout that they form."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    @_builtins.property
+    def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+        layout: Global___Layout | None = ...,
+        gpus: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "layout", b"layout", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolePlace: _TypeAlias = RolePlace  # noqa: Y015
+
+@_typing.final
 class SampleId(_message.Message):
     """One sampled response: response `draw` to prompt `prompt` of an iteration, in one incarnation of the job."""
 

@@ -1,6 +1,7 @@
-"""Finds the lost GPUs that a job goes on without, and each component's home on the other GPUs. Pure.
+"""Finds the GPUs that a job goes on without, and each component's home on the other GPUs. Pure.
 
-A home is the placement in which a component starts. The scheduler asks a lost GPU's gate for it. A GPU is gone once it
+A home is the placement in which a component starts. A person can change it (`state.homes`), and take GPUs away from the
+job: drained GPUs are in no home. The scheduler asks a lost GPU's gate for it. A GPU is gone once it
 was absent for a minute (`absences`): its gate does not let go of it, or no instance of its node lives. When a gate says
 later that nobody holds the GPU, it is an ordinary GPU again.
 
@@ -20,6 +21,8 @@ Invariants:
   [test_absences: under_the_static_policy_a_node]
 - No GPU is gone before the policy's first choice or while the job ends.
   [test_absences: before_the_first_choice_and_after]
+- No home contains a drained GPU, where each component can have a copy without it.
+  [test_manual_moves: no_home_contains_a_drained_gpu]
 - No home contains a gone GPU, and no GPU is in two homes. [test_homes: goes_on_without_gpus_is_at_home]
 - Every layout is one that its component can run (experts, logical shards). [test_homes: copies_that_divide_its_shards]
 - An actor that lost a copy gets a layout that the policy's `check` accepts, where there is one. Otherwise it gets a
@@ -34,6 +37,7 @@ from dataclasses import dataclass, replace
 
 from services.scheduler.policy import Policy
 from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.homes import home_spec
 from services.scheduler.state.layouts import most_copies, replica_size, replicas, with_dp
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.units import but_for, in_units
@@ -45,26 +49,34 @@ DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """`spec` is the job with each component at its home. `gone` are the GPUs that the job goes on without."""
+    """`spec` is the job with each component at its home. `gone` are the lost GPUs that the job goes on without,
+    `drained` those that a person took away."""
 
     spec: JobSpec
     gone: frozenset[GpuId] = frozenset()
+    drained: frozenset[GpuId] = frozenset()
+
+    @property
+    def closed(self) -> frozenset[GpuId]:
+        """The GPUs that no component gets."""
+        return self.gone | self.drained
 
 
 def home_of(state: ClusterState, spec: JobSpec, policy: Policy) -> Home:
-    """The home of each component. The actor's is where a person moved it, unless it lost GPUs there."""
-    home = with_moved_actor(state, spec)
+    """The home of each component, without GPUs that are gone or drained. Drained GPUs are used where a component
+    would have no copy without them."""
+    home, drained = home_spec(state, spec), frozenset(state.manual.drained)
     gone = frozenset(gpu for gpu, absence in state.absent.items() if absence.is_long)
-    left = _remaining_home(home, gone, policy) if gone else None
-    return Home(home) if left is None or _waits_for_actor(state, left) else Home(left, gone)
+    left = _remaining_home(home, gone | drained, policy) if gone else None
+    if left is not None and not _waits_for_actor(state, left):
+        return Home(left, gone, drained)
+    left = without_drained(home, drained, policy) if drained else None
+    return Home(home) if left is None else Home(left, drained=drained)
 
 
-def with_moved_actor(state: ClusterState, spec: JobSpec) -> JobSpec:
-    """The job with its actor where a person moved it. The actor's other slots stand by. The other components are where
-    the config places them."""
-    actor = state.home(Role.ACTOR) or spec.placement[Role.ACTOR]
-    standby = tuple(but_for(spec.slots(Role.ACTOR), actor.gpus))
-    return replace(spec, placement={**spec.placement, Role.ACTOR: actor}, standby=standby)
+def without_drained(home: JobSpec, drained: frozenset[GpuId], policy: Policy) -> JobSpec | None:
+    """Each component's home without these GPUs; None where a component would have no copy."""
+    return _remaining_home(home, drained, policy)
 
 
 def _waits_for_actor(state: ClusterState, home: JobSpec) -> bool:

@@ -7,7 +7,7 @@ pictures are changed to agree with the record:
 - A group that inference handed on has ended, also where an older picture of the rollout says otherwise.
 - An actor that has reported its account has trained all its minibatches, also where its picture says less. The picture
   of a new lead says less, and so does that of an iteration with too few groups for its minibatches.
-- A free GPU is left out if no instance of its node lives.
+- A free GPU is left out if no instance of its node lives, or if it is drained by hand.
 - A trainer that lacks ranks has no GPUs and is between two updates. Its other GPUs count as moving.
 
 Invariants:
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.decide.homes import with_moved_actor
 from services.scheduler.policy.situation import Inference, Situation, Trainer
 from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.homes import home_spec
 from services.scheduler.state.layouts import engine_size, replicas
 from services.scheduler.state.observed import AWAY, ENDED, QUEUED, Engine, Generation, Inferring, Ints, Training
 from services.scheduler.state.values import JobSpec, Placed
@@ -35,11 +35,11 @@ from tidegate.types import GpuId, Layout, Role
 
 def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = None) -> Situation | None:
     """None while no iteration is open, or a component has not reported it yet. `home` is the job with its components at
-    home. Without it they are where the config places them, and the actor where a person moved it."""
+    home. Without it they are where the config or a person placed them."""
     iteration, seen = state.iteration, state.seen
     if state.spec is None or iteration is None:
         return None
-    spec = home or with_moved_actor(state, state.spec)
+    spec = home or home_spec(state, state.spec)
     if seen.generation is None or seen.inferring is None or seen.training is None:
         return None
     whereabouts = _whereabouts(state)
@@ -93,7 +93,8 @@ class _Whereabouts:
 def _whereabouts(state: ClusterState) -> _Whereabouts:
     moving = frozenset(move.gpu for transition in state.transitions.values() for move in transition.moves)
     free = [each.gpu for each in state.owned_by(None) if each.state is GpuState.FREE]
-    free = [gpu for gpu in free if gpu not in moving and gpu not in state.absent]
+    closed = moving.union(state.absent, state.manual.drained)
+    free = [gpu for gpu in free if gpu not in closed]
     held = {role: _held(state, role, moving) for role in Role}
     return _Whereabouts(held=held, free=tuple(free), moving=moving)
 

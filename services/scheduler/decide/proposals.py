@@ -7,12 +7,14 @@
 The policy is not asked
 - while the job is starting, stopping or paused,
 - while no iteration is open, or a component has not reported it yet,
-- while a person moves the actor,
+- while a person moves the actor or splits the GPUs, and then until the iteration of the split ends,
+- while a component has GPUs that a person drained,
 - while the actor waits for ranks that died.
 
 Then each component stays where the policy last placed it in this iteration. Without such a placement it goes
 home. All components go home in two more cases:
-- A person moves the actor. A manual move overrides the policy, and the actor goes where the person asks.
+- A person moves the actor, or splits the GPUs. A manual move overrides the policy, and components go where the person
+  asks.
 - A component has no GPUs, and its lead has not reported the iteration. A new lead reports nothing before it has GPUs.
 
 Invariants:
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field, replace
 
 from services.scheduler.decide.homes import Home, home_of, without
 from services.scheduler.decide.policy_view import situation_of
+from services.scheduler.evolve.manual_moves import is_held
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -68,12 +71,15 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswe
     if state.spec is None:
         return PolicyAnswer(Proposal({}, "no config yet, so no placement"), state.remembered)
     home = home_of(state, state.spec, policy)
-    if why := _reason_not_to_ask(state):
+    if why := _reason_not_to_ask(state, home):
         return _present_placement(state, policy, home, why)
     situation = situation_of(state, now_ms, home=home.spec)
     if situation is None:
         return _present_placement(state, policy, home, "not every component has reported the iteration yet")
-    return answer_of(policy, situation, home.gone, closed_to_trainer=_closed_to_trainer(state, state.spec))
+    answer = answer_of(
+        policy, situation, home.gone, drained=home.drained, closed_to_trainer=_closed_to_trainer(state, state.spec)
+    )
+    return _with_manual_note(answer, state, home)
 
 
 def answer_of(
@@ -81,15 +87,19 @@ def answer_of(
     situation: Situation,
     gone: frozenset[GpuId] = frozenset(),
     *,
+    drained: frozenset[GpuId] = frozenset(),
     closed_to_trainer: frozenset[GpuId] = frozenset(),
 ) -> PolicyAnswer:
-    """`gone`: GPUs that the job goes on without. `closed_to_trainer`: GPUs that the trainer cannot come to now."""
+    """`gone`: lost GPUs that the job goes on without. `drained`: GPUs that a person took away from it.
+    `closed_to_trainer`: GPUs that the trainer cannot come to now."""
     choice = policy.choose(situation)
     assignment, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered(situation)
-    if (remaining := without(assignment, situation.spec, gone, policy)) != assignment:
+    if (remaining := without(assignment, situation.spec, gone | drained, policy)) != assignment:
+        left_out = {"lost": gone.intersection(assignment.gpus), "drained": drained.intersection(assignment.gpus)}
+        names = " and ".join(f"the {what} GPUs {', '.join(sorted(gpus))}" for what, gpus in left_out.items() if gpus)
         assignment, remembered = remaining, replace(remembered, assignment=remaining)
-        reason = f"{reason}, without the lost GPUs {', '.join(sorted(gone))}"
+        reason = f"{reason}, without {names}"
     if idle_work := _work_without_gpus(situation, assignment):
         assignment, trains = as_configured(situation.spec), trains or situation.is_inferred
         # Avoid an endless change of plans: with its own choice in memory, the policy would return to it as soon as the
@@ -159,17 +169,34 @@ def _copies(spec: JobSpec, role: Role, gpus: tuple[GpuId, ...]) -> Placed | None
     return Placed(gpus, placed)
 
 
-def _reason_not_to_ask(state: ClusterState) -> str:
+def _reason_not_to_ask(state: ClusterState, home: Home) -> str:
     """The reason why the policy is not asked; empty when it is asked."""
     if state.phase is not Phase.RUNNING:
         return f"the job is {state.phase}"
     if state.iteration is None:
         return "no iteration is open"
     if state.asked is not None:
-        return "a person moves the actor"
+        return f"a person moves the {'components' if state.manual.split else 'actor'}"
     if state.components[Role.ACTOR].lacks_ranks:
         return "the actor waits for ranks that it lost"
+    at_work = {grant.gpu for role in Role for grant in state.components[role].grants}
+    if drained := sorted(home.drained & at_work):
+        return f"drained by hand and not given back yet: {', '.join(drained)}"
+    if is_held(state):
+        return f"placed by hand until iteration {state.iteration.plan.iteration} ends"
     return ""
+
+
+def _with_manual_note(answer: PolicyAnswer, state: ClusterState, home: Home) -> PolicyAnswer:
+    """The answer whose reason names what is so by hand."""
+    homes = [role for role in Role if state.spec and state.home(role) != state.spec.placement[role]]
+    notes = [f"; placed by hand: {', '.join(homes)}"] if homes else []
+    if drained := state.manual.drained:
+        are_used = "" if home.drained else ", and used: a component would have no copy without them"
+        notes.append(f"; drained by hand: {', '.join(drained)}{are_used}")
+    if not notes:
+        return answer
+    return replace(answer, proposal=replace(answer.proposal, reason=answer.proposal.reason + "".join(notes)))
 
 
 def _present_placement(state: ClusterState, policy: Policy, home: Home, why: str) -> PolicyAnswer:
@@ -178,14 +205,18 @@ def _present_placement(state: ClusterState, policy: Policy, home: Home, why: str
     held, trains = state.remembered, True
     if state.asked is not None:
         if state.components[Role.ACTOR].is_up:
-            placement = {**spec.placement, Role.ACTOR: state.asked}
-    elif (assignment := _present_assignment(state)) is not None:
-        assigned = placement_of(spec, without(assignment, spec, home.gone, policy))
+            split = state.manual.split
+            others = split if split.get(Role.ACTOR) == state.asked else {}
+            placement = {**spec.placement, **others, Role.ACTOR: state.asked}
+    elif not is_held(state) and (assignment := _present_assignment(state)) is not None:
+        assigned = placement_of(spec, without(assignment, spec, home.closed, policy))
         if not _lacks_a_picture(state, assigned):
             placement, trains = assigned, held.trains
     sizes = ", ".join(f"{role} {len(placed.gpus) if (placed := placement[role]) else 0}" for role in Role)
     reason = f"{why}: the placement stays or returns to ({sizes})"
-    return PolicyAnswer(Proposal(placement, reason, trains=trains, gone=home.gone), held)
+    return _with_manual_note(
+        PolicyAnswer(Proposal(placement, reason, trains=trains, gone=home.gone), held), state, home
+    )
 
 
 def _present_assignment(state: ClusterState) -> Assignment | None:

@@ -7,6 +7,7 @@ The order:
 4. The event itself.
 5. Consequences of the state alone: an iteration closes when every component closed it, and the next one follows.
 6. Absences that are over end.
+7. A person's request ends where it came into force or became impossible.
 
 Invariants:
 - An event that comes twice changes only the counts in `ignored`. [test_fold: delivered_twice_counts_once]
@@ -27,6 +28,7 @@ from services.scheduler.evolve import (
     evaluations,
     iterations,
     lifecycle,
+    manual_moves,
     membership,
     ownership,
     pictures,
@@ -49,7 +51,7 @@ def evolve(state: ClusterState, event: ev.Event) -> ClusterState:
     current = membership.meet(admitted, event)
     result = refusal(current, event) or _fold(current, event)
     after = iterations.advance(_ignored(current, result) if isinstance(result, Refused) else result)
-    after = absences.still(after, state)
+    after = manual_moves.settled(absences.still(after, state))
     is_figure = isinstance(event.body, ev.Figure) and current is admitted
     if not is_figure and replace(after, ignored=admitted.ignored) != admitted:
         after = replace(after, version=state.version + 1)
@@ -111,6 +113,10 @@ def _fold(state: ClusterState, event: ev.Event) -> ClusterState | Refused:
             return resizes.requested(state, body)
         case ev.ResizeFailed():
             return resizes.failed(state, event, body)
+        case ev.SplitRequested():
+            return manual_moves.split_requested(state, body)
+        case ev.DrainRequested():
+            return manual_moves.drain_requested(state, body)
         case ev.GateReported():
             return ownership.gate_reported(state, event, body)
         case ev.OwnershipObserved():

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from services.scheduler.evolve.admission import Refused
 from services.scheduler.evolve.losses import all_down, next_incarnation, restart_point
+from services.scheduler.evolve.manual_moves import resubmitted
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
@@ -65,6 +66,7 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
         asked=None,
         asked_next=None,
         moved=None,
+        manual=resubmitted(state, body.spec),
         num_restarts=0,
         expectations={},
     )

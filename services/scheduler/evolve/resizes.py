@@ -22,6 +22,8 @@ from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
+from services.scheduler.state.homes import home_spec
+from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.config.checks.layouts import replicas_fault
 from tidegate.ownership.records import GpuRecord, GpuState, PartKind, PartState, Transition
@@ -43,16 +45,34 @@ def fault(spec: JobSpec, placed: Placed) -> str | None:
     if layout.num_ranks != len(gpus):
         return (
             f"layout {layout}: tp * pp * dp * cp = {layout.tp} * {layout.pp} * {layout.dp} * {layout.cp} = "
-            f"{layout.num_ranks} ranks on {len(gpus)} GPUs; name {layout.num_ranks} of {', '.join(slots)}"
+            f"{layout.num_ranks} ranks on {len(gpus)} GPUs; {_remedy(spec, layout)}"
         )
     return replicas_fault(layout, num_samples=spec.num_samples_per_minibatch, num_shards=spec.num_logical_shards)
+
+
+def _remedy(spec: JobSpec, layout: Layout) -> str:
+    """What works for a layout whose ranks are not as many as its GPUs."""
+    slots, size = spec.slots(Role.ACTOR), replica_size(layout)
+    if layout.num_ranks <= len(slots):
+        return f"name {layout.num_ranks} of {', '.join(slots)}"
+    has = f"the actor has {len(slots)} slots ({', '.join(slots)})"
+    legal = [dp for dp in range(1, len(slots) // size + 1) if _is_legal(spec, layout, dp)]
+    if not legal:
+        return f"{has}, and a copy takes tp * pp * cp = {size} of them; give smaller ones"
+    return f"{has}; legal dp with tp * pp * cp = {size}: {', '.join(map(str, legal))}"
+
+
+def _is_legal(spec: JobSpec, layout: Layout, dp: int) -> bool:
+    copies = with_dp(layout, dp, num_shards=spec.num_logical_shards)
+    return copies is not None and dp <= spec.num_samples_per_minibatch
 
 
 def target(state: ClusterState, layout: Layout) -> Placed:
     """The layout on the GPUs that the actor has. Its last GPUs are left out, or its first free slots are added."""
     assert state.spec is not None, "a job without a config has no slots"
-    have = [grant.gpu for grant in state.components[Role.ACTOR].grants]
-    free = [gpu for gpu in state.spec.slots(Role.ACTOR) if gpu not in have and is_free(state.gpus[gpu])]
+    have = [grant.gpu for grant in state.components[Role.ACTOR].grants if grant.gpu not in state.manual.drained]
+    slots = home_spec(state, state.spec).slots(Role.ACTOR)
+    free = [gpu for gpu in slots if gpu not in have and gpu in state.gpus and is_free(state.gpus[gpu])]
     return Placed(tuple([*have, *free][: layout.num_ranks]), layout)
 
 
@@ -74,11 +94,16 @@ def open_requests(state: ClusterState) -> tuple[Placed, ...]:
 def requested(state: ClusterState, body: ev.ResizeRequested) -> ClusterState | Refused:
     if state.phase in OVER:
         return Refused("the job is ending")
-    if state.spec is None or fault(state.spec, body.placed) is not None:
+    if state.spec is None or fault(home_spec(state, state.spec), body.placed) is not None:
         return Refused("asks for what the actor cannot be")
+    return asked_for(state, body.placed)
+
+
+def asked_for(state: ClusterState, placed: Placed) -> ClusterState:
+    """The state after a person asked for the actor there: now, or after the change that is under way."""
     if state.changing(Role.ACTOR) is not None:
-        return replace(state, asked_next=body.placed)
-    return _wished(state, body.placed)
+        return replace(state, asked_next=placed)
+    return _wished(state, placed)
 
 
 def _wished(state: ClusterState, placed: Placed | None) -> ClusterState:

@@ -2,8 +2,8 @@
 makes changes by events.
 
 Invariants:
-- Nothing here changes the state directly: a cancel becomes an event like any other, and so do a resize and the replay
-  or drop of the last dead letter. [test_control: cancel_becomes_an_event]
+- Nothing here changes the state directly: a cancel becomes an event like any other, and so do a manual move and the
+  replay or drop of the last dead letter. [test_control: cancel_becomes_an_event]
 - A job that this scheduler does not run is refused by name. [test_control: another_job_is_refused]
 """
 
@@ -18,9 +18,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.scheduler.evolve import resizes
+from services.scheduler.evolve.manual_moves import open_places
+from services.scheduler.policy import Policy
+from services.scheduler.shell import manual_requests
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Component
 from services.scheduler.state.course import Evaluation, Summary
+from services.scheduler.state.homes import home_spec
 from services.scheduler.state.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody
@@ -44,7 +48,7 @@ class ResizeRefused(ValueError):
 
 
 class NotNow(ValueError):
-    """The job is in a phase in which its actor is not resized."""
+    """The job is in a phase in which no GPU moves by hand."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
@@ -63,8 +67,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         announcer: Announcer,
         logs: Path,
         layout_fault: Callable[[Layout], str | None],
+        policy: Policy,
     ) -> None:
         self._job = job
+        self._policy = policy
         self._layout_fault = layout_fault
         self._state = state
         self._reason = reason
@@ -94,6 +100,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 control_pb2.ActorPlace(layout=encode_layout(placed.layout), gpus=placed.gpus)
                 for placed in resizes.open_requests(state)
             ],
+            open_places=manual_requests.encode_places(open_places(state)),
+            drained_gpus=state.manual.drained,
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:
@@ -144,15 +152,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ResizeActorRequest, context: Context
     ) -> control_pb2.ResizeActorResponse:
         require(request, "layout")
-        state, layout = self._own(request.job), decode_layout(request.layout)
-        if state.spec is None or state.phase is not Phase.RUNNING:
-            raise NotNow(f"job {request.job} is {state.phase}: an actor is resized while its job is running")
+        state, layout = self._movable(request.job), decode_layout(request.layout)
+        assert state.spec is not None, "a job that runs has a config"
         # In a thread: the first request reads the job's model and tokenizer.
         if (fault := await asyncio.to_thread(self._layout_fault, layout)) is not None:
             raise ResizeRefused(fault)
         gpus = tuple(GpuId(gpu) for gpu in request.gpus)
         placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
-        if (fault := resizes.fault(state.spec, placed)) is not None:
+        if (fault := resizes.fault(home_spec(state, state.spec), placed)) is not None:
             raise ResizeRefused(fault)
         wire_layout, in_force = encode_layout(placed.layout), resizes.is_in_force(state, placed)
         # Publish in both cases: an actor that a policy put there is at home there from now on.
@@ -160,6 +167,30 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return control_pb2.ResizeActorResponse(
             layout=wire_layout, gpus=placed.gpus, in_force=in_force, stream_sequence=sequence
         )
+
+    async def ScaleJob(self, request: control_pb2.ScaleJobRequest, context: Context) -> control_pb2.ScaleJobResponse:
+        state = self._movable(request.job)
+        # In a thread: the first request reads the job's model and tokenizer.
+        answer = await asyncio.to_thread(manual_requests.scaled, state, self._policy, request, self._layout_fault)
+        move = await self._done(request.job, answer, is_dry=request.dry_run)
+        return control_pb2.ScaleJobResponse(move=move)
+
+    async def MigrateGpus(
+        self, request: control_pb2.MigrateGpusRequest, context: Context
+    ) -> control_pb2.MigrateGpusResponse:
+        answer = manual_requests.migrated(self._movable(request.job), self._policy, request)
+        move = await self._done(request.job, answer, is_dry=request.dry_run)
+        return control_pb2.MigrateGpusResponse(move=move)
+
+    async def DrainGpus(self, request: control_pb2.DrainGpusRequest, context: Context) -> control_pb2.DrainGpusResponse:
+        answer = manual_requests.drained(self._movable(request.job), self._policy, request)
+        move = await self._done(request.job, answer, is_dry=request.dry_run)
+        return control_pb2.DrainGpusResponse(move=move)
+
+    async def _done(self, job: str, answer: manual_requests.Answer, *, is_dry: bool) -> control_pb2.ManualMove:
+        if not is_dry:
+            answer.move.stream_sequence = await self._publish(job, answer.body)
+        return answer.move
 
     async def ListDeadLetters(
         self, request: control_pb2.ListDeadLettersRequest, context: Context
@@ -199,6 +230,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         sequence = await self._announcer.publish(body, incarnation=state.incarnation)
         assert sequence is not None, "only figures are left out"
         return sequence
+
+    def _movable(self, job: str) -> ClusterState:
+        """The state of a job whose GPUs a person can move. NotNow: it is in another phase."""
+        state = self._own(job)
+        if state.spec is None or state.phase is not Phase.RUNNING:
+            raise NotNow(f"job {job} is {state.phase}: GPUs move by hand while their job is running")
+        return state
 
     def _own(self, job: str) -> ClusterState:
         state = self._state()

@@ -1,8 +1,9 @@
 """All that the scheduler knows of one job. No replica remembers anything that is not in a `ClusterState`.
 
-Its parts are in `components`, `course`, `issued`, `observed`, `learned` and `remembered`. `gpus` and `transitions` are
-the ownership store's, as last read. A component's `grants` are those of its committed layout whose holders are not
-known to be dead. `version` counts structural changes and guards transitions. `invariants.check` checks every state.
+Its parts are in `components`, `course`, `issued`, `observed`, `learned`, `manual_moves` and `remembered`. `gpus` and
+`transitions` are the ownership store's, as last read. A component's `grants` are those of its committed layout whose
+holders are not known to be dead. `version` counts structural changes and guards transitions. `invariants.check` checks
+every state.
 
 Invariants:
 - A state is frozen and made of values only, so that the codec writes and reads it exactly.
@@ -40,6 +41,7 @@ from services.scheduler.state.course import (
 )
 from services.scheduler.state.issued import Expectation
 from services.scheduler.state.learned import Learned
+from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.observed import Pictures
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed, Snapshot
@@ -102,6 +104,8 @@ class ClusterState:
     """Where a person asked for it after the resize that is under way. The last request counts."""
     moved: Placed | None = None
     """Where a person had the actor moved; None while its home is where the config places it."""
+    manual: ManualMoves = field(default_factory=ManualMoves)
+    """What else persons asked for by hand."""
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     released: tuple[Grant, ...] = ()
     held: tuple[Grant, ...] = ()
@@ -163,9 +167,12 @@ class ClusterState:
         return role is Role.INFERENCE and self.spec is not None and self.spec.uses_reference
 
     def home(self, role: Role) -> Placed | None:
-        """Where the component starts; None before the job is submitted."""
+        """Where the component starts: where a person put it, else where the config places it; None before the job is
+        submitted."""
         if role is Role.ACTOR and self.moved is not None:
             return self.moved
+        if role in self.manual.homes:
+            return self.manual.homes[role]
         return self.spec.placement[role] if self.spec else None
 
     def owner(self, role: Role) -> Owner:

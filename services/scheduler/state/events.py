@@ -7,6 +7,7 @@ store. The fold treats it like any other event, so a history holds every input o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -160,6 +161,21 @@ class ResizeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitRequested:
+    """A person requests these GPUs for each of the three components."""
+
+    placement: Mapping[Role, Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """A person takes GPUs away from the job; `is_undone`: gives them back to it."""
+
+    gpus: tuple[GpuId, ...]
+    is_undone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResizeFailed:
     """The actor stays as it was. The event's transition is aborted."""
 
@@ -222,6 +238,8 @@ Body = (
     | JobResumeRequested
     | ResizeRequested
     | ResizeFailed
+    | SplitRequested
+    | DrainRequested
     | GateReported
     | CommandAnswered
     | OwnershipObserved

@@ -166,6 +166,27 @@ def _resize_requested(body: events_pb2.ResizeRequested) -> ev.ResizeRequested:
     return ev.ResizeRequested(Placed(tuple(GpuId(gpu) for gpu in body.gpus), decode_layout(body.layout)))
 
 
+def _split_requested(body: events_pb2.SplitRequested) -> ev.SplitRequested:
+    places = {}
+    for place in body.places:
+        role, placed = decode_place(place, field="SplitRequested.places")
+        places[role] = placed
+    if missing := [role for role in Role if role not in places]:
+        raise WireError(f"SplitRequested.places has no {', '.join(missing)}; it must have every component")
+    return ev.SplitRequested({role: places[role] for role in Role})
+
+
+def decode_place(place: types_pb2.RolePlace, *, field: str) -> tuple[Role, Placed]:
+    require(place, "layout", "gpus")
+    role = decode_role(place.role, field=f"{field}.role")
+    return role, Placed(tuple(GpuId(gpu) for gpu in place.gpus), decode_layout(place.layout))
+
+
+def _drain_requested(body: events_pb2.DrainRequested) -> ev.DrainRequested:
+    require(body, "gpus")
+    return ev.DrainRequested(tuple(GpuId(gpu) for gpu in body.gpus), is_undone=body.undo)
+
+
 def _gate_reported(body: events_pb2.GateReported) -> ev.GateReported:
     gates = []
     for gate in body.gpus:
@@ -205,6 +226,8 @@ _BODIES: dict[type, Callable[[Any], ev.Body]] = {
     events_pb2.JobResumeRequested: lambda body: ev.JobResumeRequested(),
     events_pb2.GateReported: _gate_reported,
     events_pb2.ResizeRequested: _resize_requested,
+    events_pb2.SplitRequested: _split_requested,
+    events_pb2.DrainRequested: _drain_requested,
     events_pb2.ResizeFailed: lambda body: ev.ResizeFailed(body.message),
     events_pb2.Generation: generation_of,
     events_pb2.Inferring: inferring_of,

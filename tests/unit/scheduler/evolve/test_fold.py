@@ -186,6 +186,8 @@ EVERY_KIND: tuple[ev.Body, ...] = (
     ev.JobResumeRequested(),
     ev.ResizeRequested(Placed((gpu("n7", 0),), Layout())),
     ev.ResizeFailed("no memory"),
+    ev.SplitRequested({role: Placed((gpu("n7", index),), Layout()) for index, role in enumerate(Role)}),
+    ev.DrainRequested((gpu("n0", 0),), is_undone=False),
     ev.GateReported(NODES[0], (ev.GateState(gpu("n7", 0), Token(1, 1), held=True),)),
     ev.CommandAnswered("tide/1/x/a0", accepted=False, message="not ready"),
     ev.OwnershipObserved((), ()),

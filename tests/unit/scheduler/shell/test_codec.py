@@ -22,7 +22,7 @@ from services.scheduler.state.values import Fate, Placed
 from tests.unit.scheduler.drive import booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, gpu, spec
-from tidegate.codec import WireError
+from tidegate.codec import WireError, encode_role
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.events import EventSource
 from tidegate.types import GpuId, Grant, InstanceId, Layout, NodeId, Role, Token
@@ -224,6 +224,20 @@ BODIES: dict[str, tuple[Any, ev.Body]] = {
         ev.ResizeRequested(Placed((GpuId("n0/1"), GpuId("n0/0")), Layout(tp=2))),
     ),
     "a resize failed": (events_pb2.ResizeFailed(message="no memory"), ev.ResizeFailed("no memory")),
+    "a split is asked": (
+        events_pb2.SplitRequested(
+            places=[
+                types_pb2.RolePlace(role=encode_role(role), layout=types_pb2.Layout(tp=1), gpus=[f"n0/{index}"])
+                for index, role in enumerate(Role)
+            ]
+        ),
+        ev.SplitRequested({role: Placed((gpu("n0", index),), Layout()) for index, role in enumerate(Role)}),
+    ),
+    "GPUs are drained": (events_pb2.DrainRequested(gpus=["n0/1"]), ev.DrainRequested((gpu("n0", 1),), False)),
+    "GPUs are given back": (
+        events_pb2.DrainRequested(gpus=["n0/1"], undo=True),
+        ev.DrainRequested((gpu("n0", 1),), True),
+    ),
     "gate reported": (
         events_pb2.GateReported(
             node="n0", gpus=[events_pb2.GateState(gpu="n0/1", highest_token=GRANT.token, held=True)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.state_codec import job_spec
 from services.scheduler.shell.control import ControlServicer, is_lent, write_endpoint
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -108,6 +109,7 @@ async def controlled(tmp_path: Path) -> AsyncIterator[Controlled]:
             announcer=cluster.announcer("control"),
             logs=logs,
             layout_fault=partial(load_job(cluster.config).layout_fault, Role.ACTOR),
+            policy=StaticPolicy(),
         )
         service = Service(CONTROL, lambda to: control_pb2_grpc.add_ControlServicer_to_server(servicer, to))
         server = await serve([service], "127.0.0.1:0")
@@ -224,7 +226,13 @@ async def test_resizes_that_have_not_ended_are_listed_with_the_events_behind_the
     ("layout", "gpus", "phase", "error", "want"),
     [
         (Layout(dp=3), ["n0/0", "n0/1"], Phase.RUNNING, "ResizeRefused", "= 1 \\* 1 \\* 3 \\* 1 = 3 ranks on 2 GPUs"),
-        (Layout(dp=3), [], Phase.RUNNING, "ResizeRefused", "3 ranks on 2 GPUs; name 3 of n0/0, n0/1"),
+        (
+            Layout(dp=3),
+            [],
+            Phase.RUNNING,
+            "ResizeRefused",
+            "3 ranks on 2 GPUs; the actor has 2 slots \\(n0/0, n0/1\\); legal dp .*: 1, 2",
+        ),
         (
             Layout(dp=2),
             ["n0/0", "n0/2"],
@@ -233,7 +241,7 @@ async def test_resizes_that_have_not_ended_are_listed_with_the_events_behind_the
             "n0/2: no slot of the actor, whose slots are n0/0, n0/1",
         ),
         (Layout(cp=3), [], Phase.RUNNING, "ResizeRefused", "= 8 % \\(2 \\* 3\\) = 2, must be 0; legal cp: 1, 2, 4"),
-        (Layout(tp=2), [], Phase.PAUSED, "NotNow", "bench is paused: an actor is resized while its job is running"),
+        (Layout(tp=2), [], Phase.PAUSED, "NotNow", "bench is paused: GPUs move by hand while their job is running"),
     ],
     ids=[
         "ranks and GPUs differ",

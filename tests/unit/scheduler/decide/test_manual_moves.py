@@ -1,0 +1,332 @@
+"""What a person asks by hand and what the job does for it: splits, migrations, drained GPUs, and what goes wrong.
+
+The job: actor on n0/0 and n1/0 (dp 2), rollout on n0/1, n1/1 and n1/3, inference on n0/2 and n1/2 (tp 2), n0/3 on
+standby; 4 samples a minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.decide.homes import home_of
+from services.scheduler.decide.proposals import proposal_of
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.evolve.manual_moves import open_places
+from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.static import StaticPolicy
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.components import Absence
+from services.scheduler.state.homes import home_spec
+from services.scheduler.state.values import Placed
+from tests.unit.scheduler.drive import Drive, booted
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, gpu, spec
+from tidegate.ownership.records import GpuState
+from tidegate.types import GpuId, Layout, Role
+
+ACTOR, ROLLOUT, INFERENCE = Role.ACTOR, Role.ROLLOUT, Role.INFERENCE
+SPARE = gpu("n0", 3)
+HOME = spec().placement
+LARGER = {
+    ACTOR: Placed((gpu("n0", 0), gpu("n1", 0), gpu("n1", 3), SPARE), Layout(dp=4)),
+    ROLLOUT: Placed((gpu("n0", 1), gpu("n1", 1)), Layout(dp=2)),
+    INFERENCE: HOME[INFERENCE],
+}
+"""The actor gets an engine's GPU and the spare one."""
+SMALLER = {
+    ACTOR: Placed((gpu("n0", 0),), Layout()),
+    ROLLOUT: Placed((*HOME[ROLLOUT].gpus, gpu("n1", 0)), Layout(dp=4)),
+    INFERENCE: HOME[INFERENCE],
+}
+"""The rollout gets a GPU of the actor."""
+FEWER_ENGINES = {**HOME, ROLLOUT: Placed(HOME[ROLLOUT].gpus[:1], Layout(dp=1))}
+MOVED_ENGINE = {**HOME, ROLLOUT: Placed((gpu("n0", 1), SPARE, gpu("n1", 3)), Layout(dp=3))}
+
+
+def running(**fields: int) -> Drive:
+    """A job whose first iteration is open, with all events delivered."""
+    drive = booted(FakeCluster(spec(standby=(SPARE,), **fields)))  # type: ignore[arg-type]  # only numbers are varied
+    drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
+    while drive.cluster.outbox:
+        drive.deliver(drive.cluster.outbox.pop(0))
+    return drive
+
+
+def say(drive: Drive, body: ev.Body) -> None:
+    drive.cluster.voice.say("control", body)
+    drive.deliver(drive.cluster.outbox.pop())
+
+
+def split(drive: Drive, placement: dict[Role, Placed]) -> None:
+    say(drive, ev.SplitRequested(placement))
+
+
+def drain(drive: Drive, *gpus: GpuId, undo: bool = False) -> None:
+    say(drive, ev.DrainRequested(gpus, is_undone=undo))
+
+
+def at_work(state: ClusterState) -> dict[Role, set[GpuId]]:
+    return {role: {grant.gpu for grant in state.components[role].grants} for role in Role}
+
+
+def gpus_of(placement: dict[Role, Placed]) -> dict[Role, set[GpuId]]:
+    return {role: set(placement[role].gpus) for role in Role}
+
+
+def is_at(placement: dict[Role, Placed]) -> Callable[[ClusterState], bool]:
+    """A condition on a state: all components are there, and nothing moves."""
+    return lambda state: at_work(state) == gpus_of(placement) and not state.transitions
+
+
+def planned(drive: Drive, sent: int) -> list[tuple[Role, set[GpuId], set[GpuId]]]:
+    """The transitions since then: (role, GPUs that leave, GPUs that come)."""
+    found = []
+    for command in drive.cluster.log[sent:]:
+        if isinstance(command, cmd.PlanTransition):
+            moves = command.transition.moves
+            leaves, comes = ({m.gpu for m in moves if m.source}, {m.gpu for m in moves if m.target})
+            found.append((command.transition.parts[0].role, leaves, comes))
+    return found
+
+
+@pytest.mark.parametrize("placement", [LARGER, SMALLER, FEWER_ENGINES, MOVED_ENGINE], ids=str)
+def test_each_component_gets_what_a_split_gives_it_and_the_job_ends_in_that_split(
+    placement: dict[Role, Placed],
+) -> None:
+    drive = running()
+    split(drive, placement)
+    state = drive.run_until(is_at(placement))
+    assert (state.incarnation, state.components[ACTOR].layout) == (1, placement[ACTOR].layout)
+    assert home_spec(state, drive.cluster.job_spec).placement == placement
+    assert (state.asked, state.manual.split) == (None, {})
+    assert open_places(state) == ()
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_gpus_are_given_up_before_another_component_claims_them() -> None:
+    drive = running()
+    sent = len(drive.cluster.log)
+    split(drive, LARGER)
+    drive.run_until(is_at(LARGER))
+    assert planned(drive, sent) == [
+        (ROLLOUT, {gpu("n1", 3)}, set()),
+        (ACTOR, set(), {gpu("n1", 3), SPARE}),
+    ]
+
+
+def test_a_split_that_the_job_is_in_moves_nothing() -> None:
+    drive = running()
+    sent = len(drive.cluster.log)
+    split(drive, dict(HOME))
+    assert planned(drive, sent) == []
+    assert (drive.state.manual.split, drive.state.manual.homes) == ({}, {})
+
+
+def test_a_split_whose_actor_cannot_get_there_is_undone() -> None:
+    drive = running()
+    split(drive, LARGER)
+    drive.run_until(lambda state: len(at_work(state)[ROLLOUT]) == 2)
+    drive.cluster.num_failing_resizes = 1
+    drive.run_until(lambda state: state.asked is None)
+    assert at_work(drive.state)[ACTOR] == set(HOME[ACTOR].gpus)
+    state = drive.run_until(is_at(dict(HOME)))
+    assert (state.manual.split, state.manual.homes, state.moved) == ({}, {}, None)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_later_request_replaces_a_split_that_is_not_in_force() -> None:
+    drive = running()
+    split(drive, LARGER)
+    split(drive, FEWER_ENGINES)
+    drive.run_until(is_at(FEWER_ENGINES))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_request_during_a_resize_of_the_actor_comes_after_it() -> None:
+    drive = running()
+    say(drive, ev.ResizeRequested(Placed((gpu("n0", 0), gpu("n1", 0)), Layout(tp=2))))
+    assert drive.state.resize() is not None
+    split(drive, LARGER)
+    assert drive.state.asked_next == LARGER[ACTOR]
+    drive.run_until(is_at(LARGER))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_resize_of_the_actor_alone_replaces_a_split() -> None:
+    drive = running()
+    split(drive, LARGER)
+    say(drive, ev.ResizeRequested(HOME[ACTOR]))
+    drive.run_until(is_at(dict(HOME)))
+    assert drive.state.manual.split == {}
+
+
+@pytest.mark.parametrize("placement", [LARGER, SMALLER], ids=["larger", "smaller"])
+@pytest.mark.parametrize("num_steps", range(12))
+def test_homes_share_no_gpu_whatever_fails_on_the_way(placement: dict[Role, Placed], num_steps: int) -> None:
+    drive = running(max_actor_restarts=9)
+    split(drive, placement)
+    for _ in range(num_steps):
+        drive.step()
+    for slot in HOME[ACTOR].gpus:
+        drive.cluster.kill_worker(slot)
+    for _ in range(400):
+        homes = [
+            slot for placed in home_spec(drive.state, drive.cluster.job_spec).placement.values() for slot in placed.gpus
+        ]
+        assert len(homes) == len(set(homes))
+        if not drive.step():
+            break
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_wish_for_a_gpu_that_is_gone_is_dropped() -> None:
+    drive = running()
+    split(drive, LARGER)
+    token = drive.state.gpus[SPARE].token
+    absent = replace(drive.state, absent={SPARE: Absence(token, 1, is_long=True)})
+    # `still` keeps only absences that last, so the store must have lost the GPU too.
+    lost = {**absent.gpus, SPARE: replace(absent.gpus[SPARE], state=GpuState.LOST)}
+    remembered = replace(absent.remembered, assignment=None)
+    state = replace(absent, gpus=lost, remembered=remembered)
+    assert state.asked == LARGER[ACTOR]
+    after = evolve(state, ev.Event(JOB, "control", 1, 900, ev.DrainRequested((SPARE,), is_undone=False)))
+    assert (after.asked, after.manual.split) == (None, {})
+
+
+def test_a_drained_gpu_is_given_back_and_nobody_gets_it_until_it_is_undone() -> None:
+    drive = running(num_iterations=4)
+    engine = gpu("n1", 1)
+    drain(drive, engine)
+    state = drive.run_until(lambda state: state.gpus[engine].state is GpuState.FREE and not state.transitions)
+    assert at_work(state) == {**gpus_of(dict(HOME)), ROLLOUT: {gpu("n0", 1), gpu("n1", 3)}}
+    drive.run_until(lambda state: state.next_iteration == 1 and state.iteration is not None)
+    assert drive.state.gpus[engine].state is GpuState.FREE
+    assert "drained by hand: n1/1" in drive.last_reason
+    drain(drive, engine, undo=True)
+    drive.run_until(is_at(dict(HOME)))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_drained_gpu_of_the_actor_shrinks_it_by_a_copy() -> None:
+    drive = running()
+    drain(drive, gpu("n1", 0))
+    state = drive.run_until(lambda state: at_work(state)[ACTOR] == {gpu("n0", 0)} and not state.transitions)
+    assert state.components[ACTOR].layout == Layout()
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_component_all_of_whose_gpus_are_drained_gets_others() -> None:
+    drive = running()
+    drain(drive, *HOME[INFERENCE].gpus)
+    state = drive.run_until(
+        lambda state: (
+            len(at_work(state)[INFERENCE]) == 2
+            and at_work(state)[INFERENCE].isdisjoint(HOME[INFERENCE].gpus)
+            and not state.transitions
+        )
+    )
+    assert len(set.union(*at_work(state).values())) == sum(map(len, at_work(state).values()))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_worker_that_dies_on_a_drained_gpu_is_not_started_again_there() -> None:
+    drive = running()
+    engine = gpu("n1", 1)
+    drain(drive, engine)
+    drive.cluster.kill_worker(engine)
+    state = drive.run_until(
+        lambda state: state.gpus[engine].state is GpuState.FREE and engine not in at_work(state)[ROLLOUT]
+    )
+    assert drive.run().phase is Phase.FINISHED
+    assert state.gpus[engine].owner is None
+
+
+def test_no_home_contains_a_drained_gpu_where_each_component_can_have_a_copy() -> None:
+    state = ClusterState(job=JOB, phase=Phase.RUNNING, spec=spec(standby=(SPARE,)))
+    assert state.spec is not None
+    for drained in state.spec.gpus:
+        after = evolve(state, ev.Event(JOB, "control", 1, 1, ev.DrainRequested((drained,), is_undone=False)))
+        home = home_of(after, state.spec, StaticPolicy())
+        assert drained not in {slot for placed in home.spec.placement.values() for slot in placed.gpus}
+        assert drained not in home.spec.standby
+    everything = evolve(state, ev.Event(JOB, "control", 1, 1, ev.DrainRequested(state.spec.gpus, is_undone=False)))
+    home = home_of(everything, state.spec, StaticPolicy())
+    assert home.spec.placement == HOME
+    reason = proposal_of(everything, StaticPolicy(), 0).proposal.reason
+    assert "and used: a component would have no copy without them" in reason
+
+
+def test_drained_gpus_stay_drained_over_a_restart_of_the_actor_and_a_resume() -> None:
+    drive = running()
+    drain(drive, gpu("n1", 1))
+    for slot in HOME[ACTOR].gpus:
+        drive.cluster.kill_worker(slot)
+    state = drive.run_until(lambda state: state.incarnation == 2)
+    assert state.manual.drained == (gpu("n1", 1),)
+    resumed = evolve(state, ev.Event(JOB, "launcher", 9, 1, ev.JobSubmitted(spec(standby=(SPARE,)), "{}", resume=True)))
+    assert resumed.manual.drained == (gpu("n1", 1),)
+    assert resumed.manual.homes == {}
+
+
+def moving() -> Drive:
+    """The job under a policy that moves GPUs, as an iteration runs."""
+    drive = booted(FakeCluster(spec(standby=(SPARE,), num_iterations=3)))
+    drive.policy = DynaRLPolicy(DynaRLRules())
+    drive.run_until(lambda state: state.iteration is not None and len(state.iteration.opened) == len(Role))
+    drive.cluster.show(ROLLOUT, eighths=2)
+    drive.run_until(lambda state: state.remembered.assignment is not None)
+    return drive
+
+
+def test_no_policy_changes_a_split_before_its_iteration_ends() -> None:
+    drive = moving()
+    split(drive, FEWER_ENGINES)
+    state = drive.run_until(is_at(FEWER_ENGINES))
+    held = state.manual.held
+    assert held == (1, 0)
+    assert "placed by hand until iteration 0 ends" in drive.last_reason
+    drive.run_until(lambda state: state.next_iteration == 1 and state.iteration is not None)
+    drive.cluster.show(ROLLOUT, eighths=2)
+    drive.run_until(lambda state: state.remembered.iteration == 1)
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_no_policy_gets_a_drained_gpu() -> None:
+    drive = moving()
+    engine = gpu("n1", 1)
+    drain(drive, engine)
+    drive.run_until(lambda state: state.gpus[engine].state is GpuState.FREE)
+    sent = len(drive.cluster.log)
+    assert drive.run().phase is Phase.FINISHED
+    assert all(engine not in leaves | comes for _, leaves, comes in planned(drive, sent))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ev.SplitRequested({**HOME, ROLLOUT: HOME[INFERENCE]}),
+        ev.SplitRequested({**HOME, ROLLOUT: Placed((gpu("n9", 9),), Layout())}),
+        ev.SplitRequested({ACTOR: HOME[ACTOR]}),
+        ev.DrainRequested((gpu("n9", 9),), is_undone=False),
+    ],
+    ids=["a GPU twice", "another job's GPU", "two components without", "a drain of another job's GPU"],
+)
+def test_a_request_that_cannot_be_changes_nothing(body: ev.Body) -> None:
+    drive = running()
+    before = drive.state
+    after = evolve(before, ev.Event(JOB, "control", 1, 900, body))
+    assert (after.manual, after.asked) == (before.manual, before.asked)
+    assert sum(after.ignored.values()) == sum(before.ignored.values()) + 1
+
+
+def test_a_request_that_comes_again_changes_nothing_more() -> None:
+    drive = running()
+    drain(drive, gpu("n1", 1))
+    state = drive.state
+    again = evolve(state, ev.Event(JOB, "control", 1, 901, ev.DrainRequested((gpu("n1", 1),), is_undone=False)))
+    assert (again.manual, again.version) == (state.manual, state.version)
