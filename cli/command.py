@@ -14,29 +14,27 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import job_commands, scaling
+from cli import job_commands, manual_arguments, manual_moves, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
+from cli.manual_arguments import manner_of
+from cli.manual_waits import NotMoved
 from cli.rows import Form
-from cli.scaling import NotResized
 from cli.selection import Selection, add_flags
 from cli.simulation import arguments as simulation
 from cli.timeline import TimelineForm, timeline_text
 from cli.top import top
 from cli.usage import BadUsage, Parser, seed
 from cli.why import Question, why
-from tidegate.config.base import MAX_GPUS
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.control import NotRunning
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.types import Layout
 
 _COMPLETION = "Print the shell completion. bash: source <(tidegate completion). zsh: run bashcompinit before."
 _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complete a config."
@@ -44,7 +42,6 @@ FAILED = 1
 BAD_USAGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_GPU = re.compile(r"[a-z0-9-]+/[0-9]+")
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +55,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(error, code=BAD_USAGE)
     except PeerRefused as refused:
         return _say(refused.reason, code=FAILED)
-    except (NotRunning, NotResized, PeerUnavailable, ValueError) as error:
+    except (NotRunning, NotMoved, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has left (`| head`): nothing more can be written, at exit neither.
@@ -129,9 +126,11 @@ def _run(args: argparse.Namespace) -> int:
         case "cancel":
             return asyncio.run(job_commands.cancel(args.job, args.reason, output_dir, form))
         case "scale":
-            return asyncio.run(
-                scaling.scale(args.job, args.layout or args.actor, args.gpus, output_dir, form, wait=args.wait)
-            )
+            return asyncio.run(scaling.scale(args.job, manual_arguments.wish_of(args), output_dir, manner_of(args)))
+        case "migrate":
+            return asyncio.run(manual_moves.migrate(args.job, args.leaving, args.coming, output_dir, manner_of(args)))
+        case "drain":
+            return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
         case "why":
             question = Question(gpu=args.gpu, transition=args.transition, iteration=args.iteration)
             return why(job_folder(output_dir, args.job), question, form)
@@ -184,7 +183,6 @@ def _parser() -> Parser:
         ("events", "List the events of a job."),
         ("logs", "Print a job's logs."),
         ("cancel", "End a live job. Its checkpoints stay."),
-        ("scale", "Move a live job's actor to more, fewer or other GPUs, or into another layout, while it trains."),
     ):
         command(name, description).add_argument("job", metavar="JOB")
     which = commands.choices["logs"].add_mutually_exclusive_group()
@@ -197,18 +195,7 @@ def _parser() -> Parser:
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="a text that stands with the job's end")
     _add_explaining(command, commands)
-    scale = commands.choices["scale"]
-    place = scale.add_mutually_exclusive_group(required=True)
-    place.add_argument("--layout", type=_layout, metavar="AXES", help="such as tp=2,dp=2; others are 1")
-    place.add_argument("--actor", type=_size, metavar="N", help="on N GPUs, in copies like the present ones")
-    scale.add_argument(
-        "--gpus",
-        type=_gpus,
-        default=[],
-        metavar="GPUS",
-        help="in rank order, such as n0/0,n0/1 (default: its present GPUs, less the last ones or plus free ones)",
-    )
-    scale.add_argument("--wait", action="store_true", help="return when the actor is there, or cannot get there")
+    manual_arguments.add_commands(command)
     prune = command("prune", "List what the stores of ended jobs take (servers/), and remove them with --yes.")
     prune.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
     prune.add_argument("--yes", action="store_true", help="remove them; without it, only list them")
@@ -249,12 +236,6 @@ def _add_explaining(
     lanes.add_argument("--output-dir", default="jobs", help=where)
 
 
-def _size(text: str) -> int:
-    if not (_NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_GPUS):
-        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number of GPUs from 1 to {MAX_GPUS:,}")
-    return int(text)
-
-
 def _count(text: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number of at most nine digits")
@@ -266,35 +247,6 @@ def _version() -> str:
         return version("tidegate")
     except PackageNotFoundError:
         return "of a source tree that is not installed"
-
-
-def _layout(text: str) -> Layout:
-    """Reads `tp=2,dp=2`. argparse prints the error for any other text."""
-    known, sizes = [field.name for field in fields(Layout)], dict[str, int]()
-    wrong = f"{reprlib.repr(text)} is no layout such as tp=2,dp=2, of {', '.join(known)}"
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in known or axis in sizes:
-            fault = f"{axis} is named twice" if axis in sizes else f"{reprlib.repr(axis)} is no axis"
-            raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
-        if not (_NUMBER.fullmatch(size) and 1 <= int(size) <= MAX_GPUS):
-            fault = f"{axis}={reprlib.repr(size)} is not a whole number from 1 to {MAX_GPUS:,}"
-            raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
-        sizes[axis] = int(size)
-    try:
-        return Layout(**sizes)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{wrong}: {error}") from error
-
-
-def _gpus(text: str) -> list[str]:
-    """Reads `n0/0,n0/1`. argparse prints the error for any other text."""
-    gpus = text.split(",")
-    if wrong := [gpu for gpu in gpus if not _GPU.fullmatch(gpu)]:
-        raise argparse.ArgumentTypeError(
-            f"{reprlib.repr(wrong[0])} is no GPU such as n0/0: `tidegate get gpus` lists them"
-        )
-    return gpus
 
 
 def _add_run_arguments(demo: argparse.ArgumentParser, run: argparse.ArgumentParser) -> None:

@@ -99,6 +99,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
             "version": status.version,
             "last_reason": status.last_reason,
             "components": jobs.component_rows(status),
+            "drained_gpus": list(status.drained_gpus),
             "iterations": rows,
             "evaluations": evaluations,
             "summary": jobs.summary_row(found.outcome) if found.outcome else None,
@@ -110,6 +111,8 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     print(f"iteration {status.iteration} of {status.num_iterations}, incarnation {status.incarnation}")
     if status.last_reason:
         print(f"last decision: {status.last_reason}")
+    if status.drained_gpus:
+        print(f"drained by hand: {', '.join(status.drained_gpus)}")
     if rows and rows[-1]["lr_progress"] is not None:
         print(jobs.learning_rate_line(rows[-1]))
     for part, columns in (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from operator import itemgetter
 
@@ -72,7 +72,7 @@ async def chosen_logs(
 
 async def events(
     folder: JobFolder, *, follow: bool, after_sequence: int = 0
-) -> AsyncIterator[control_pb2.ListEventsResponse]:
+) -> AsyncGenerator[control_pb2.ListEventsResponse, None]:
     """The events in the stream's order. A killed run has those that it wrote. NotRunning when there are none."""
     last, has_failed = after_sequence, False
     while not _is_written(folder):

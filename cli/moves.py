@@ -37,7 +37,10 @@ class Move:
     layout: str | None
     reason: str
     iteration: int | None
+    """None: no iteration was open."""
     at_ms: int
+    counts_in: int | None
+    """The iteration in whose row it stands: the open one, or the one that was open last."""
     steps: list[tuple[int, dict[str, list[str]]]] = field(default_factory=list)
     outcome: str = "open"
     ended_ms: int | None = None
@@ -109,9 +112,10 @@ class Moves:
         return text if mid is None else f"{text}, median {mid:.2f} s"
 
     def summary(self, iteration: int | None = None) -> dict[str, Any]:
-        """How often GPUs moved, and how long that took: in the whole run, or in one iteration."""
+        """How often GPUs moved, and how long that took: in the whole run, or from the opening of an iteration to that
+        of the next."""
         of_run = [each for each in self.moves if each.is_move and each.outcome == "committed"]
-        ended = [each for each in of_run if iteration is None or each.iteration == iteration]
+        ended = [each for each in of_run if iteration is None or each.counts_in == iteration]
         seconds = [each.seconds for each in ended if each.seconds is not None]
         return {
             "moves": len(ended),
@@ -128,6 +132,7 @@ def of_lines(lines: Sequence[Line]) -> Moves:
     moves: dict[str, Move] = {}
     decisions: list[Line] = []
     iterations: dict[tuple[int, int], tuple[int | None, int | None]] = {}
+    # Lines are in order of time, so the last opened iteration is the last key.
     for line in lines:
         try:
             _take(line, moves, decisions, iterations)
@@ -145,7 +150,8 @@ def _take(
     at_ms = int(line["at_ms"])
     match line["kind"]:
         case "decision":
-            found = {each["transition"]: _planned(each, line, at_ms) for each in line["planned"]}
+            opened_last = next(reversed(iterations))[1] if iterations else None
+            found = {each["transition"]: _planned(each, line, at_ms, opened_last) for each in line["planned"]}
             moves |= {name: each for name, each in found.items() if name not in moves}
             decisions.append(line)
         case "step" if line["transition"] in moves:
@@ -160,7 +166,7 @@ def _take(
             iterations[key] = (at_ms, reported) if kind == "opened" else (opened, at_ms)
 
 
-def _planned(each: Line, line: Line, at_ms: int) -> Move:
+def _planned(each: Line, line: Line, at_ms: int, opened_last: int | None) -> Move:
     return Move(
         transition=str(each["transition"]),
         role=str(each["role"]),
@@ -171,4 +177,5 @@ def _planned(each: Line, line: Line, at_ms: int) -> Move:
         reason=str(each["reason"]),
         iteration=line["iteration"],
         at_ms=at_ms,
+        counts_in=opened_last if line["iteration"] is None else line["iteration"],
     )

@@ -103,6 +103,8 @@ async def look(folder: JobFolder, figures: Figures) -> dict[str, Any]:
     for gpu in answer.gpus:
         if gpu.transition_id or gpu.state != "owned":
             others.setdefault("moving" if gpu.transition_id else gpu.state, []).append(gpu.gpu)
+    if status.drained_gpus:
+        others["drained by hand"] = list(status.drained_gpus)
     return _view(status, status.phase, others, moves_of(folder), figures, is_over=False)
 
 

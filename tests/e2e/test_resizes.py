@@ -82,8 +82,9 @@ async def test_a_job_that_starts_in_context_parallelism_is_scaled_by_the_command
         impossible = await scaled("--layout", "cp=3", "--wait")
         summary = (await job.result())["summary"]
         draws = trained_draws(job.folder.journal)
-    assert in_force == (0, "job cut: its actor is in cp2 on n0/0, n0/1 already\n")
-    assert moved == (0, "job cut: its actor is in dp2-cp2 on n0/0, n0/1, n1/0, n1/1 now\n")
+    assert in_force[0] == 0
+    assert in_force[1].startswith("job cut: is there already: actor cp2 on n0/0, n0/1; rollout ")
+    assert moved == (0, "job cut: is there now: actor dp2-cp2 on n0/0, n0/1, n1/0, n1/1\n")
     assert impossible[0] == 2
     assert impossible[1].startswith("tidegate: job cut: layout cp3 does not fit: positions of a row % (2 * cp)")
     assert draws == expected_draws(iterations=4, prompts=8, group_size=4)

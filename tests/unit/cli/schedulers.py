@@ -1,7 +1,9 @@
-"""Control servers that play a job's scheduler: one that leaves with the job, and ones that break or restart."""
+"""Control servers that play a job's scheduler: one that leaves with the job, one that moves GPUs by hand, and ones that
+break or restart."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -49,6 +51,7 @@ class LeavingScheduler(control_pb2_grpc.ControlServicer):
         raise AssertionError("a follower never calls this")
 
     CancelJob = ListGpus = ListDeadLetters = ReplayDeadLetter = DropDeadLetter = ResizeActor = _not_asked
+    ScaleJob = MigrateGpus = DrainGpus = _not_asked
 
     async def _leave(self, context: Any) -> None:
         end_job(self._folder, [event_row(sequence) for sequence in (1, 2, 3)], log_of("a", "b", "c"))
@@ -84,56 +87,72 @@ class RestartedScheduler(LeavingScheduler):
         await self._leave(context)
 
 
-class ResizingScheduler(LeavingScheduler):
-    """Accepts a resize as event 2 or refuses it. Then each look at it, of two calls, finds the next of its `course`:
-    its state and its events. The last one stays.
+class MovingScheduler(LeavingScheduler):
+    """Accepts a manual move as event 2, or refuses it. Then it has the `status`, and sends the rows of its `course`.
 
-    A None in the course is a scheduler that starts again, an `End` the end of the job.
+    A None in the course is a scheduler that starts again: the stream breaks there, once. With an `End` the job ends.
+    After its course the stream stays open.
     """
 
     def __init__(
         self,
         folder: JobFolder,
-        *course: tuple[control_pb2.GetJobResponse, list[control_pb2.ListEventsResponse]] | End | None,
-        in_force: bool = False,
+        *course: control_pb2.ListEventsResponse | End | None,
+        move: control_pb2.ManualMove | None = None,
+        status: control_pb2.GetJobResponse | None = None,
         refusal: tuple[grpc.StatusCode, str, str] | None = None,
     ) -> None:
         super().__init__(folder)
         self._course = list(course)
-        self._in_force = in_force
+        self._move = move or control_pb2.ManualMove()
+        self._status = status or control_pb2.GetJobResponse(job="small", phase="running")
         self._refusal = refusal
-        self._is_asked = self._is_second_call = False
-        self._rows: list[control_pb2.ListEventsResponse] = []
+        self.asked: list[Any] = []
+        self.num_behind = 0
+        """So many answers do not have the last events yet."""
+        self._num_sent = 0
 
     async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
-        if not self._is_asked:
-            return control_pb2.GetJobResponse(job="small", phase="running")
-        at = self._course[0]
-        if not isinstance(at, tuple):
-            self._course.pop(0)
-            if isinstance(at, End):
-                end_job(self._folder, self._rows, [])
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            raise AssertionError("abort always raises")
-        status, self._rows = at
-        if self._is_second_call and len(self._course) > 1:
-            self._course.pop(0)
-        self._is_second_call = not self._is_second_call
+        status = control_pb2.GetJobResponse()
+        status.CopyFrom(self._status)
+        if self._num_sent and self.num_behind:
+            self.num_behind -= 1
+        else:
+            status.applied_sequence = max(status.applied_sequence, self._num_sent)
         return status
 
-    async def ResizeActor(self, request: Any, context: Any) -> control_pb2.ResizeActorResponse:
+    async def ScaleJob(self, request: Any, context: Any) -> control_pb2.ScaleJobResponse:
+        return control_pb2.ScaleJobResponse(move=await self._answer(request, context))
+
+    async def MigrateGpus(self, request: Any, context: Any) -> control_pb2.MigrateGpusResponse:
+        return control_pb2.MigrateGpusResponse(move=await self._answer(request, context))
+
+    async def DrainGpus(self, request: Any, context: Any) -> control_pb2.DrainGpusResponse:
+        return control_pb2.DrainGpusResponse(move=await self._answer(request, context))
+
+    async def _answer(self, request: Any, context: Any) -> control_pb2.ManualMove:
+        self.asked.append(request)
         if self._refusal is not None:
             code, text, error = self._refusal
             await context.abort(code, text, trailing_metadata=((ERROR_METADATA, error),))
-        self._is_asked = True
-        return control_pb2.ResizeActorResponse(
-            layout=request.layout, gpus=request.gpus, in_force=self._in_force, stream_sequence=2
-        )
+        self._move.stream_sequence = 0 if request.dry_run else 2
+        self._num_sent = max(self._num_sent, self._move.stream_sequence)
+        return self._move
 
     async def ListEvents(self, request: Any, context: Any) -> AsyncIterator[control_pb2.ListEventsResponse]:
-        for row in self._rows:
-            if row.stream_sequence > request.after_sequence:
-                yield row
+        for at in list(self._course):
+            if isinstance(at, control_pb2.ListEventsResponse):
+                if at.stream_sequence > request.after_sequence:
+                    self._num_sent = at.stream_sequence
+                    yield at
+                continue
+            rows = [row for row in self._course if isinstance(row, control_pb2.ListEventsResponse)]
+            if isinstance(at, End):
+                end_job(self._folder, rows, [])
+            self._course.remove(at)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls")
+        if request.follow:
+            await asyncio.Event().wait()
 
 
 def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], lines: Iterable[str]) -> None:
