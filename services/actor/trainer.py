@@ -27,6 +27,7 @@ from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings
 from tidegate.elastic.epoch.world import World
 from tidegate.elastic.minibatch import Minibatch, NextTokens, RankPlace
+from tidegate.elastic.reshard_preparation import OnPoint, ignore_point
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state.rng import seed_update
 from tidegate.elastic.trainer import ElasticTrainer, NotInLayout
@@ -65,8 +66,10 @@ class MegatronTrainer:
         host_memory: Path | None = None,
         weights: InitialWeights | None = None,
         pacer: Pacer | None = None,
+        on_point: OnPoint = ignore_point,
     ) -> None:
-        """`shared_memory`, `host_memory`: as in ElasticSettings; `weights`: as in GptProvider.
+        """`shared_memory`, `host_memory`: as in ElasticSettings; `weights`: as in GptProvider; `on_point`: as in
+        ElasticTrainer.
 
         `pacer` has the pace of GRPO updates. Supervised steps and forward passes have none."""
         self.settings = settings
@@ -89,6 +92,7 @@ class MegatronTrainer:
                 copies=settings.copies,
                 num_logical_shards=settings.num_logical_shards,
             ),
+            on_point=on_point,
         )
 
     def train_minibatch(

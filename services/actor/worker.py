@@ -53,6 +53,7 @@ from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
 from tidegate.megatron.family import model_parameters
 from tidegate.runtime.pacer import Pacer
+from tidegate.runtime.slot_clock import SlotState
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import Role, node_of
@@ -68,6 +69,8 @@ _LR = "lr"
 """The key in the trainer's cursor of the state's learning-rate progress, as the mark of the lead's ledger."""
 _RISE_STEPS = 20
 """The learning rate rises over this many steps of the warm-up: Adam's moments mean little before."""
+_STATE_FROM = {"agreed": SlotState.BUILDING, "transferring": SlotState.TRANSFERRING, "copied": SlotState.SWITCHING}
+"""The slot's state from a point of a reshard on, until the next of them."""
 
 
 class _PreparedReshard(NamedTuple):
@@ -170,8 +173,13 @@ class TrainerWorker:
             host_memory=choice.host_memory,
             weights=initial_weights(job),
             pacer=Pacer.of(config.cluster, self._channel.clock.count),
+            on_point=self._at_point,
         )
         return choice.reason
+
+    def _at_point(self, point: str) -> None:
+        if (state := _STATE_FROM.get(point)) is not None:
+            self._channel.clock.go_over(state)
 
     def _start(self, call: wire.WorkerCall) -> Answer:
         start, elastic = call.start_actor, self._member().elastic

@@ -33,6 +33,7 @@ from tests.e2e.moving import (
     worker,
 )
 from tests.e2e.replacing import replacing_job
+from tidegate.timeline import read_spans
 from tidegate.types import Role
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,6 +74,13 @@ async def test_a_job_ends_with_the_weights_of_the_static_one_while_its_gpus_move
         assert len(moved(job)) >= 1
         assert moves_of(job.folder).summary()["moves"] >= 2 * 2, "away and home, in most iterations"
         assert {event.incarnation for event in job.events if event.incarnation} == {1}
+        assert {"building", "transferring", "switching", "loading_weights"} <= states_of(job)
+
+
+def states_of(job: RunningJob) -> set[str]:
+    """What the slots did, by the timeline of the job's last start."""
+    spans = read_spans(job.folder.root / "latest" / "timeline")
+    return {span.state for slot in spans.values() for span in slot}
 
 
 SCHEDULER, NATS, REDIS = service("services.scheduler"), service("nats-server"), service("valkey-server")

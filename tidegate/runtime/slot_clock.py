@@ -26,6 +26,9 @@ class SlotState(StrEnum):
     LOADING_WEIGHTS = "loading_weights"
     PUBLISHING = "publishing"
     SAVING = "saving"
+    DRAINING = "draining"
+    BUILDING = "building"
+    TRANSFERRING = "transferring"
     SWITCHING = "switching"
 
 
@@ -65,6 +68,10 @@ class SlotClock:
         if (state, dict(work)) != (self._state, self._work):
             self._cut()
             self._state, self._work = state, dict(work)
+
+    def go_over(self, state: str) -> None:
+        """The slot is in `state` from now on, at the same work."""
+        self.enter(state, self._work)
 
     @contextmanager
     def during(self, state: str, work: Mapping[str, int] = MappingProxyType({})) -> Iterator[None]:

@@ -73,6 +73,7 @@ _STATE_OF_CALL = {
     "publish": SlotState.PUBLISHING,
     "save": SlotState.SAVING,
     "export": SlotState.SAVING,
+    "build_ahead": SlotState.BUILDING,
     "prepare_reshard": SlotState.SWITCHING,
     "commit_reshard": SlotState.SWITCHING,
     "abort_reshard": SlotState.SWITCHING,
@@ -80,7 +81,7 @@ _STATE_OF_CALL = {
     "commit_suspension": SlotState.SWITCHING,
     "abort_suspension": SlotState.SWITCHING,
     "generate": SlotState.GENERATING,
-    "abort": SlotState.GENERATING,
+    "abort": SlotState.DRAINING,
     "score": SlotState.COMPUTING_LOG_PROBS,
     "load_shards": SlotState.LOADING_WEIGHTS,
 }
