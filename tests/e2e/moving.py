@@ -18,6 +18,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "static": {},
     "collocated": {"scheduler__policy": "static", "scheduler__static__collocated": True},
     "rlinf": {"scheduler__policy": "rlinf", "scheduler__rlinf__use_pre_process_policy": True},
+    # After a minibatch the actor grows by what an engine gave, however fast this machine is.
+    "growing": {
+        "scheduler__policy": "rlinf",
+        "scheduler__rlinf__use_pre_process_policy": False,
+        "scheduler__rlinf__use_wait_before_last_iter_policy": False,
+    },
     "dynarl": {"scheduler__policy": "dynarl"},
     "tide": {
         "scheduler__policy": "tide",

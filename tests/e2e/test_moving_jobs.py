@@ -91,7 +91,7 @@ AT: dict[str, tuple[str, Moment]] = {
     "a suspended actor": ("collocated", Moment(ACTOR, "suspend", "released")),
     "an actor that resumes": ("collocated", Moment(ACTOR, "resume", "acquiring")),
     "an actor that shrinks": ("collocated", Moment(ACTOR, "resize", "draining")),
-    "an actor that grows": ("tide", Moment(ACTOR, "resize", "acquiring")),
+    "an actor that grows": ("growing", Moment(ACTOR, "resize", "acquiring")),
     "a rollout that drains": ("collocated", Moment(ROLLOUT, "suspend", "draining")),
     "a rollout that has left": ("collocated", Moment(ROLLOUT, "suspend", "released")),
     "a rollout that comes back": ("collocated", Moment(ROLLOUT, "resume", "acquiring")),
