@@ -27,9 +27,10 @@ from tidegate.types import Layout
 def walk(context: RankContext, *, places: list[dict[str, Any]], ahead: bool, **options: Any) -> Results:
     """Train an update in each place. `ahead`: each place is built while the job trains in the one before.
 
-    `was_built`, `built_s`: of each switch. `pages`: the layouts whose memory this member has, before and after each.
+    `was_built`: of each switch. `pages`: the layouts whose memory this member has, before and after each.
     """
-    updates, was_built, built_s, pages = [], [], [], []
+    updates: list[tuple[float, float]] = []
+    was_built, pages = [], []
 
     def train(trainer: ElasticTrainer) -> None:
         update = trainer.train_minibatch(minibatch(len(updates)), LEARNING_RATE)
@@ -46,13 +47,11 @@ def walk(context: RankContext, *, places: list[dict[str, Any]], ahead: bool, **o
             report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
             pages.append((before, num_with_pages(context)))
             was_built.append(report.was_built)
-            built_s.append(report.seconds["groups"] + report.seconds["build"])
             train(trainer)
         final = logical_state(trainer)
     figures = {
         "updates": np.array(updates),
         "was_built": np.array(was_built),
-        "built_s": np.array(built_s),
         "pages": np.array(pages),
     }
     return figures | {f"final/{key}": value for key, value in final.items()}
@@ -74,16 +73,15 @@ class Dying(GptProvider):
 def a_standby_dies(
     context: RankContext, *, layout: dict[str, int], victim: int, survivors: list[int], **options: Any
 ) -> Results:
-    """The victim dies in the second build. The others train on in the first layout, and in another epoch in `layout`
+    """The victim dies in its first build, which is the job's third. The others train on in the first layout, and in another epoch in `layout`
     on the survivors.
 
     `was_built`: of the switch in the second epoch.
     """
-    num_built, updates, lost = 0, [], 0
+    updates: list[tuple[float, float]] = []
+    num_lost = 0
 
     def die() -> None:
-        nonlocal num_built
-        num_built += 1
         if context.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -103,7 +101,7 @@ def a_standby_dies(
         try:
             trainer.build_ahead(trainer.mesh_of(Layout(dp=4)), keeps_memory=True)
         except PeerLost:
-            lost += 1
+            num_lost += 1
         train(trainer)
         first.leave(abort=True)
         members = tuple(rank for rank in range(context.world_size) if rank != victim)
@@ -113,5 +111,5 @@ def a_standby_dies(
         train(trainer)
         final = logical_state(trainer)
         world.leave()
-    figures = {"updates": np.array(updates), "lost": np.array(lost), "was_built": np.array(report.was_built)}
+    figures = {"updates": np.array(updates), "lost": np.array(num_lost), "was_built": np.array(report.was_built)}
     return figures | {f"final/{key}": value for key, value in final.items()}
