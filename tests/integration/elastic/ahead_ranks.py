@@ -73,8 +73,8 @@ class Dying(GptProvider):
 def a_standby_dies(
     context: RankContext, *, layout: dict[str, int], victim: int, survivors: list[int], **options: Any
 ) -> Results:
-    """The victim dies in its first build, which is the job's third. The others train on in the first layout, and in another epoch in `layout`
-    on the survivors.
+    """The victim, on standby, dies as it builds a layout ahead. The others train on in the first layout, and then in
+    another epoch in `layout` on the survivors.
 
     `was_built`: of the switch in the second epoch.
     """
