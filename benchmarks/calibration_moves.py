@@ -13,6 +13,7 @@ run are the median of its iterations:
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,6 @@ from typing import Any
 
 from benchmarks.iteration import CHANGES, PACED, config_of, true_lengths
 from benchmarks.report import Report, arguments, publish, spread
-from cli.moves import moves_of
 from services.scheduler.policy.registry import policy_of
 from simulator.calibration import fitted_values, scenario_of
 from simulator.run import simulate
@@ -67,7 +67,7 @@ def run_of(words: Sequence[str], folder: Path) -> Ran:
     """Run the job to its end. RuntimeError where it does not finish."""
     folder.mkdir()
     config = config_of([*words, f"output_dir={folder}"])
-    command = [sys.executable, "-m", "cli", "run", str(PACED), *CHANGES, *words, f"output_dir={folder}"]
+    command = [sys.executable, "-m", "cli", "run", str(PACED), *CHANGES, *words, f"output_dir={folder}", "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{config.scheduler.policy} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -75,7 +75,7 @@ def run_of(words: Sequence[str], folder: Path) -> Ran:
     assert outcome.end is End.FINISHED
     assert outcome.pace is not None
     seconds = tuple(outcome.seconds[number] for number in sorted(outcome.seconds))
-    return Ran(config, seconds, moves_of(JobFolder.of(config)).summary()["moves"], outcome.pace.is_void)
+    return Ran(config, seconds, json.loads(done.stdout.splitlines()[-1])["moves"], outcome.pace.is_void)
 
 
 def drawn_s(scenario: Scenario, config: JobConfig) -> list[float]:

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cli.moves import Move, Moves, moves_of
 from tidegate.job import JobFolder
+from tidegate.moves_log import Line, read_moves
 from tidegate.types import Role
 
 _NS_PER_S = 1e9
@@ -62,10 +62,27 @@ class SlotMove:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A transition as it was decided, at `at_s`."""
+
+    transition: str
+    role: str
+    comes: Sequence[str]
+    leaves: Sequence[str]
+    iteration: int | None
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Records:
     """What a finished job left. Times are Unix seconds."""
 
-    moves: Moves
+    planned: Sequence[Planned]
+    """In the order of their decisions."""
+    committed: frozenset[str]
+    """The transitions that ended with all their moves."""
+    iterations: Sequence[tuple[float, float]]
+    """When each iteration opened and was reported."""
     answered: Sequence[tuple[str, float]]
     """The id of each command with the time of its answer, in order."""
     released: Mapping[str, float]
@@ -89,19 +106,40 @@ class Records:
                 released[transition] = at_s
             elif "layout_committed" in event:
                 switched[transition] = at_s, event["layout_committed"].get("reshard", {}).get("seconds", {})
-        return cls(moves_of(folder), answered, released, switched, _training(folder))
+        return cls(*from_log(read_moves(folder.moves)), answered, released, switched, _training(folder))
+
+
+def from_log(lines: Sequence[Line]) -> tuple[list[Planned], frozenset[str], list[tuple[float, float]]]:
+    """The first three fields of `Records`."""
+    planned = [
+        Planned(
+            each["transition"], each["role"], each["comes"], each["leaves"], line["iteration"], line["at_ms"] / 1000
+        )
+        for line in lines
+        if line["kind"] == "decision"
+        for each in line["planned"]
+    ]
+    closed = (line for line in lines if line["kind"] == "closed")
+    committed = frozenset(line["transition"] for line in closed if line["outcome"] == "committed")
+    opened, reported = (
+        {(line["incarnation"], line["iteration"]): line["at_ms"] / 1000 for line in lines if line["kind"] == kind}
+        for kind in ("opened", "reported")
+    )
+    return planned, committed, [(opened[key], reported[key]) for key in sorted(opened.keys() & reported.keys())]
 
 
 def slot_moves(records: Records) -> list[SlotMove]:
     """The moves whose slots all came from one release of the rollout, in the order of their decisions."""
-    return [found for each in records.moves.moves if (found := _slot_move(records, each)) is not None]
+    return [found for each in records.planned if (found := _slot_move(records, each)) is not None]
 
 
-def _slot_move(records: Records, taken: Move) -> SlotMove | None:
+def _slot_move(records: Records, taken: Planned) -> SlotMove | None:
     """None for another kind of transition, and for a move that no training followed."""
-    if taken.role != Role.ACTOR or taken.iteration is None or not taken.comes or taken.outcome != "committed":
+    is_whole = taken.transition in records.committed
+    if taken.role != Role.ACTOR or taken.iteration is None or not taken.comes or not is_whole:
         return None
-    given = [each for each in records.moves.moves if each.at_ms < taken.at_ms and set(each.gpus) & set(taken.comes)]
+    before = [each for each in records.planned if each.at_s < taken.at_s]
+    given = [each for each in before if {*each.comes, *each.leaves} & {*taken.comes}]
     if not given or given[-1].role != Role.ROLLOUT or not set(taken.comes) <= set(given[-1].leaves):
         return None
     release = given[-1]
@@ -120,7 +158,7 @@ def _slot_move(records: Records, taken: Move) -> SlotMove | None:
     return SlotMove(
         transition=taken.transition,
         num_slots=len(taken.comes),
-        decide_and_tell_s=(asked_s - release.at_ms / 1000) + (called_s - released_s) + (unheld_s - switched_s),
+        decide_and_tell_s=(asked_s - release.at_s) + (called_s - released_s) + (unheld_s - switched_s),
         drain_s=released_s - asked_s,
         switch_s=switched_s - called_s,
         wait_s=first_s - unheld_s,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.control_moves import Records, slot_moves
-from cli.moves import of_lines
+from benchmarks.control_moves import Records, from_log, slot_moves
 
 RELEASE, TAKE = "j/1/t1", "j/1/t2"
 
@@ -37,8 +36,11 @@ def records(*, taker: str = "actor", outcome: str = "committed", held_until_s: f
         closed(TAKE, 12_500, outcome),
     ]
     hold = [] if held_until_s is None else [("j/1/i0/hold-2/actor/e1/a0", held_until_s)]
+    planned_moves, committed, iterations = from_log(lines)
     return Records(
-        moves=of_lines(lines),
+        planned=planned_moves,
+        committed=committed,
+        iterations=iterations,
         answered=[(f"{RELEASE}/resize/rollout/e1/a0", 10.03), (f"{TAKE}/resize/actor/e1/a0", 11.04), *hold],
         released={RELEASE: 11.0},
         switched={TAKE: (12.4, {"build": 1.2, "vote": 0.0})},
