@@ -108,7 +108,7 @@ class NatsLink:
             disconnected_cb=on_disconnected,
             reconnected_cb=on_reconnected,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.25,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept, so a fraction works
         )
         try:
             await asyncio.wait_for(connecting, deadline_s)

@@ -71,10 +71,11 @@ async def test_all_workers_build_what_the_policy_may_ask_for_before_the_first_ve
 
 
 async def test_nothing_is_built_for_a_policy_that_moves_no_gpu_or_without_memory(tmp_path: Path) -> None:
-    for name, changes in {
+    cases: dict[str, dict[str, Any]] = {
         "static": {"scheduler": {"policy": "static"}},
         "no memory": {"actor": {"layouts_ahead_mib": 0}},
-    }.items():
+    }
+    for name, changes in cases.items():
         async with moving(tmp_path / name, **changes) as of:
             of.start()
             await of.scored(range(4))

@@ -12,7 +12,14 @@ RELEASE, TAKE = "j/1/t1", "j/1/t2"
 
 
 def planned(transition: str, role: str, at_ms: int, **gpus: list[str]) -> dict[str, Any]:
-    one = {"transition": transition, "role": role, "change": "resize", "layout": None, "reason": "", "comes": []}
+    one: dict[str, Any] = {
+        "transition": transition,
+        "role": role,
+        "change": "resize",
+        "layout": None,
+        "reason": "",
+        "comes": [],
+    }
     return {
         "kind": "decision",
         "at_ms": at_ms,
@@ -50,7 +57,8 @@ def records(*, taker: str = "actor", outcome: str = "committed", held_until_s: f
 
 def test_the_parts_of_a_move_add_up_to_the_time_from_its_decision_to_its_first_step() -> None:
     (move,) = slot_moves(records())
-    assert (move.num_slots, move.total_s) == (1, pytest.approx(3.0))
+    assert move.num_slots == 1
+    assert move.total_s == pytest.approx(3.0)
     assert move.decide_and_tell_s == pytest.approx(0.03 + 0.04)
     assert (move.drain_s, move.switch_s, move.wait_s) == pytest.approx((0.97, 1.36, 0.6))
     assert move.row()["switch_build_s"] == 1.2

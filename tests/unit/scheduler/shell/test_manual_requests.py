@@ -17,9 +17,10 @@ from services.scheduler.shell.codecs.state_codec import decode_state, encode_sta
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.values import Placed
+from tests.component_bench import JOB
 from tests.unit.scheduler.decide.test_manual_moves import HOME, ROLLOUT, SPARE, running
 from tests.unit.scheduler.fake_parts import gpu
-from tests.unit.scheduler.shell.test_control import JOB, Controlled, controlled
+from tests.unit.scheduler.shell.test_control import Controlled, controlled
 from tidegate.codec import encode_layout
 from tidegate.ports.rpc import PeerRefused
 from tidegate.types import GpuId, Layout
