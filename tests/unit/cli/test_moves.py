@@ -10,7 +10,7 @@ import pytest
 
 from cli.__main__ import main
 from cli.moves import of_lines
-from tests.unit.cli.moving_jobs import LINES, closed, decision, moved_job, resize
+from tests.unit.cli.moving_jobs import LINES, closed, decision, iteration, moved_job, resize
 
 
 def test_a_line_of_another_form_is_left_out_and_the_others_count() -> None:
@@ -38,6 +38,24 @@ def test_a_move_that_the_jobs_end_cut_short_is_told_as_that_and_no_failure(outco
         found = of_lines([home, closed(6500, "t6", outcome) | {"job_ends": ends}])
         assert found.moves[0].row()["outcome"] == want
     assert of_lines([home, closed(6500, "t6", outcome)]).moves[0].outcome == outcome, "a log of an earlier release"
+
+
+def test_a_move_between_two_iterations_counts_in_the_row_of_the_first() -> None:
+    between = decision(6000, 0, resize("t6", comes=["n0/2"], leaves=[])) | {"iteration": None}
+    later = decision(8000, 1, resize("t7", comes=["n0/2"], leaves=[]))
+    found = of_lines(
+        [
+            *LINES,
+            between,
+            closed(7500, "t6", "committed"),
+            iteration("opened", 7600, 1),
+            later,
+            closed(8200, "t7", "committed"),
+        ]
+    )
+    rows = [found.summary(number) for number in (0, 1)]
+    assert [(row["moves"], row["switch_s"]) for row in rows] == [(2, 2.0), (1, 0.2)]
+    assert found.summary()["moves"] == 3
 
 
 def test_a_decision_that_a_second_replica_wrote_again_is_one_move() -> None:

@@ -39,6 +39,7 @@ class ShowingScheduler(LeavingScheduler):
         )
         token = types_pb2.Token(term=1, counter=1)
         grants = [types_pb2.Grant(gpu=gpu, token=token) for gpu in ("n0/0", "n0/1")]
+        status.drained_gpus.append("n0/3")
         status.components.add(role=types_pb2.ROLE_ACTOR, state="up", layout=encode_layout(Layout(dp=2)), grants=grants)
         return status
 
@@ -85,6 +86,7 @@ async def test_the_view_of_a_live_job_has_gpus_backlog_rates_and_the_last_moves(
         "train 2/4",
         "n0/0, n0/1",
         "moving: n0/2",
+        "drained by hand: n0/3",
         "scored 5 waiting, sequences 3, unfinished 2, rollout tokens per s 250",
         "1 moves in 0.5 s of switches",
         "actor resize -n0/2 open: the actor grows",

@@ -6,7 +6,8 @@ import pytest
 
 from services.scheduler.decide.manual_plan import planned_steps
 from services.scheduler.state.values import Placed
-from tests.unit.scheduler.decide.test_manual_moves import (
+from tests.unit.scheduler.fake_parts import gpu
+from tests.unit.scheduler.manual_job import (
     ACTOR,
     FEWER_ENGINES,
     HOME,
@@ -20,7 +21,6 @@ from tests.unit.scheduler.decide.test_manual_moves import (
     running,
     split,
 )
-from tests.unit.scheduler.fake_parts import gpu
 from tidegate.ownership.records import PartKind
 from tidegate.types import Layout, Role
 

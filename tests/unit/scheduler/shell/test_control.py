@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,45 +12,19 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.state_codec import job_spec
-from services.scheduler.shell.control import ControlServicer, is_lent, write_endpoint
+from services.scheduler.shell.control import is_lent, write_endpoint
 from services.scheduler.state.cluster_state import ClusterState, Phase
-from services.scheduler.state.components import Component, Lead, Working
-from services.scheduler.state.course import Evaluation, Iteration, Summary
+from services.scheduler.state.components import Working
+from services.scheduler.state.course import Iteration
 from services.scheduler.state.remembered import Assignment, Remembered
-from services.scheduler.state.values import Fate, IterationPlan, Placed, Snapshot
-from tests.component_bench import JOB, PATIENCE_S
-from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
-from tests.watched_samples import generated_group
-from tidegate.adapters.grpc_client import Channels
-from tidegate.adapters.grpc_server import Service, serve
+from services.scheduler.state.values import IterationPlan, Placed
+from tests.component_bench import JOB
+from tests.unit.scheduler.shell.controlled import LED, STATE, Controlled, controlled
 from tidegate.codec import decode_layout, encode_layout
-from tidegate.job import load_job
-from tidegate.ports.bus import Stage
 from tidegate.ports.rpc import PeerRefused
-from tidegate.types import GpuId, Grant, InstanceId, Layout, Role, Token
-from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
-
-CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
-LED = Component(
-    lead=Lead(InstanceId("actor@n0"), "at-n0", 3, 1),
-    state=Working((Grant(GpuId("n0/0"), Token(1, 2)),), Placed((GpuId("n0/0"),), Layout(dp=1))),
-)
-FATE = Fate(num_samples=8, ids_digest=5)
-STATE = ClusterState(
-    job=JOB,
-    incarnation=2,
-    phase=Phase.RUNNING,
-    next_iteration=1,
-    components={**{role: Component() for role in Role}, Role.ACTOR: LED},
-    snapshots={1: Snapshot(2, 1, "files-1", "sum-1", b"")},
-    summaries=(
-        Summary(0, 1, 0, FATE, Fate(), (), (), (), is_superseded=True),
-        Summary(0, 2, 0, FATE, replace(FATE, num_samples=6), (Fate("zero_std", 2, 0),), (), (("reward_mean", 0.5),)),
-    ),
-    evaluations=(Evaluation(1, 2, 8, 2, (("exact_match/pass@2", 0.5),)),),
-)
+from tidegate.types import GpuId, Grant, Layout, Role, Token
+from tidegate.v1 import control_pb2, events_pb2
 
 
 def test_a_component_whose_gpus_the_policy_gave_to_others_is_lent_in_that_iteration() -> None:
@@ -64,61 +36,6 @@ def test_a_component_whose_gpus_the_policy_gave_to_others_is_lent_in_that_iterat
     for other in (replace(held, iteration=0), replace(held, incarnation=1), Remembered()):
         assert not any(is_lent(replace(state, remembered=other), role) for role in Role)
     assert not any(is_lent(replace(state, iteration=None), role) for role in Role)
-
-
-class Controlled:
-    """A job's Control API, and a client of it."""
-
-    def __init__(self, cluster: WireCluster, stub: control_pb2_grpc.ControlAsyncStub, logs: Path) -> None:
-        self.cluster = cluster
-        self.stub = stub
-        self.logs = logs
-        self.state: ClusterState | None = STATE
-
-    async def bodies(self) -> list[str]:
-        return [event.WhichOneof("body") or "" async for _, event in self.cluster.bus.events.read(JOB)]
-
-    async def bury(self, prompt: int) -> int:
-        """Publish a dead letter of that prompt's group, and return its id."""
-
-        async def ignore(letter: object) -> None:
-            pass
-
-        samples = self.cluster.bus.samples
-        await samples.publish(Stage.GENERATED, generated_group(prompt))
-        consumer = await samples.consumer(JOB, Stage.GENERATED, "inference", on_dead_letter=ignore)
-        (delivery,) = await consumer.fetch(1, timeout_s=PATIENCE_S)
-        await delivery.dead_letter(f"prompt {prompt} is odd")
-        return (await self.cluster.bus.dead_letters.list(JOB))[-1].id
-
-
-@asynccontextmanager
-async def controlled(tmp_path: Path) -> AsyncIterator[Controlled]:
-    async with wire_cluster(tmp_path) as cluster:
-        logs = tmp_path / "logs"
-        logs.mkdir()
-        channels = Channels(default_timeout_s=PATIENCE_S)
-        held: list[Controlled] = []
-        servicer = ControlServicer(
-            JOB,
-            state=lambda: held[0].state,
-            reason=lambda: "static: nothing to do",
-            gpus=await cluster.client(),
-            log=cluster.bus.events,
-            dead_letters=cluster.bus.dead_letters,
-            announcer=cluster.announcer("control"),
-            logs=logs,
-            layout_fault=partial(load_job(cluster.config).layout_fault, Role.ACTOR),
-            policy=StaticPolicy(),
-        )
-        service = Service(CONTROL, lambda to: control_pb2_grpc.add_ControlServicer_to_server(servicer, to))
-        server = await serve([service], "127.0.0.1:0")
-        held.append(Controlled(cluster, control_pb2_grpc.ControlStub(channels.connect(server.endpoint)), logs))
-        try:
-            yield held[0]
-        finally:
-            await channels.close()
-            await server.stop(grace_s=0)
 
 
 async def test_a_job_is_described_from_the_state_with_the_reason_of_the_last_decision(tmp_path: Path) -> None:

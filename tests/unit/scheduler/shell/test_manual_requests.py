@@ -18,9 +18,9 @@ from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.values import Placed
 from tests.component_bench import JOB
-from tests.unit.scheduler.decide.test_manual_moves import HOME, ROLLOUT, SPARE, running
 from tests.unit.scheduler.fake_parts import gpu
-from tests.unit.scheduler.shell.test_control import Controlled, controlled
+from tests.unit.scheduler.manual_job import HOME, ROLLOUT, SPARE, running
+from tests.unit.scheduler.shell.controlled import Controlled, controlled
 from tidegate.codec import encode_layout
 from tidegate.ports.rpc import PeerRefused
 from tidegate.types import GpuId, Layout
