@@ -132,7 +132,9 @@ def _row(command: str, folder: JobFolder, move: control_pb2.ManualMove, state: s
 
 
 def _step_row(number: int, step: control_pb2.PlannedStep) -> Row:
-    layouts = [str(decode_layout(getattr(step, name))) for name in ("old_layout", "new_layout") if step.HasField(name)]
+    before = [step.old_layout] if step.HasField("old_layout") else []
+    after = [step.new_layout] if step.HasField("new_layout") else []
+    layouts = [str(decode_layout(each)) for each in (*before, *after)]
     return {
         "step": number,
         "role": role_name(step.role),

@@ -134,11 +134,12 @@ async def until_reached(folder: JobFolder, goal: Goal, *, sequence: int) -> None
             if row is not None:
                 course.take(row)
             if course.at_work and course.is_reached:
-                return await until_applied(folder, row.stream_sequence if row is not None else sequence)
+                await until_applied(folder, row.stream_sequence if row is not None else sequence)
+                return
             if (row is None or not course.at_work) and await _has_ended(folder, course):
                 break
     if course.at_work and course.is_reached:
-        return None
+        return
     async for row in job_streams.events(folder, follow=False, after_sequence=sequence):
         course.take(row)
     why = job_streams.end_line(folder) if folder.result.exists() else course.why

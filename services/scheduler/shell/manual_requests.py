@@ -37,7 +37,12 @@ def scaled(
     state: ClusterState, policy: Policy, request: control_pb2.ScaleJobRequest, layout_fault: LayoutFault
 ) -> Answer:
     """MoveRefused: the job can never be so."""
-    sizes = {role: getattr(request, role.value) for role in Role if request.HasField(role.value)}
+    asked = {
+        Role.ACTOR: request.actor if request.HasField("actor") else None,
+        Role.ROLLOUT: request.rollout if request.HasField("rollout") else None,
+        Role.INFERENCE: request.inference if request.HasField("inference") else None,
+    }
+    sizes = {role: size for role, size in asked.items() if size is not None}
     layout = decode_layout(request.layout) if request.HasField("layout") else None
     if not sizes and layout is None:
         raise MoveRefused("no component is named; give a number of GPUs for one of them, or the actor's layout")

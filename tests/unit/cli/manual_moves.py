@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from cli.__main__ import main
 from tests.unit.cli.schedulers import MovingScheduler, served
@@ -71,8 +72,8 @@ def grants(*gpus: str) -> list[types_pb2.Grant]:
     return [types_pb2.Grant(gpu=gpu, token=types_pb2.Token(term=1, counter=1)) for gpu in gpus]
 
 
-def row(sequence: int, role: str, **body: object) -> control_pb2.ListEventsResponse:
-    event = events_pb2.Event(source=f"{role}@n0" if role in ROLES else role, **body)  # type: ignore[arg-type]  # one body
+def row(sequence: int, role: str, **body: Any) -> control_pb2.ListEventsResponse:
+    event = events_pb2.Event(source=f"{role}@n0" if role in ROLES else role, **body)
     return control_pb2.ListEventsResponse(stream_sequence=sequence, event=event)
 
 
