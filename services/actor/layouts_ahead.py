@@ -32,6 +32,7 @@ from services.actor.arena_folder import rank_bytes
 from services.actor.foreseen_layouts import Foreseen, Place, foreseen, within
 from services.actor.membership import ActorWorld
 from tidegate.codec import encode_layout
+from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.job_config import JobConfig
 from tidegate.elastic.settings import CopyTo
 from tidegate.job import Job
@@ -177,7 +178,8 @@ class LayoutsAhead:
 
 
 def possible_layouts(job: Job) -> tuple[Layout, ...]:
-    """The layouts that a policy may ask for: those that differ from the configured one in dp alone."""
+    """The layouts that a policy may ask for: those that differ from the configured one in dp alone, and those of
+    `actor.layouts`."""
     config: JobConfig = job.config
     home, num_slots = config.layout(Role.ACTOR), len(config.slots(Role.ACTOR))
     of_copies = [
@@ -185,4 +187,5 @@ def possible_layouts(job: Job) -> tuple[Layout, ...]:
         for dp in range(1, num_slots * home.dp // home.num_ranks + 1)
         if dp * home.cp % home.ep == 0
     ]
-    return tuple(layout for layout in of_copies if job.layout_fault(Role.ACTOR, layout) is None)
+    of_home = [layout for layout in of_copies if job.layout_fault(Role.ACTOR, layout) is None]
+    return tuple(dict.fromkeys([*of_home, *policy_layouts(config)]))

@@ -25,7 +25,9 @@ POLICIES: dict[str, dict[str, Any]] = {
         "scheduler__rlinf__use_wait_before_last_iter_policy": False,
     },
     "dynarl": {"scheduler__policy": "dynarl"},
+    # Its forecasts are of modelled slots: what it finds worth a move does not depend on this machine's load.
     "tide": {
+        "cluster__pace": {"time_scale": 0.005, "tokens_per_token": 256, "responses_per_response": 8},
         "scheduler__policy": "tide",
         "scheduler__tide__least_gain_s": 0.0,
         "scheduler__tide__least_payback": 0.0,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.actor.real_workers import PATIENCE_S, real_workers, trained
-from tests.unit.actor.actor_bench import FIRST, SECOND
+from tests.unit.actor.actor_bench import FIRST, MOVING, SECOND
 from tests.unit.actor.resize_bench import SPARE
-from tests.unit.actor.test_layouts_ahead import MOVING
 from tidegate.types import Layout
 
 pytestmark = pytest.mark.timeout(240)

@@ -17,6 +17,15 @@ from tidegate.types import Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2
 
 FIRST, SECOND = "n0/0", "n0/1"
+MOVING: dict[str, Any] = {
+    "scheduler": {"policy": "tide"},
+    "cluster": {
+        "nodes": {"n0": 3, "n1": 1},
+        "component_placement": {"actor": "0-1", "rollout": "2", "inference": "3"},
+    },
+    "inference": {"layout": {}},
+}
+"""The sections of a config in which the actor may get all four slots. It has the first two."""
 
 
 class Training:

@@ -8,21 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.component_bench import NODES
-from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
+from tests.unit.actor.actor_bench import FIRST, MOVING, SECOND, Training, ids, training
 from tests.unit.actor.resize_bench import SPARE, ResizeBench
 from tests.unit.actor.suspend_bench import HOME, SuspendBench
 from tidegate.codec import decode_layout, fate_of
 from tidegate.types import Layout
-
-MOVING: dict[str, Any] = {
-    "scheduler": {"policy": "tide"},
-    "cluster": {
-        "nodes": {"n0": 3, "n1": 1},
-        "component_placement": {"actor": "0-1", "rollout": "2", "inference": "3"},
-    },
-    "inference": {"layout": {}},
-}
-"""The actor may get all four slots, the last one is SPARE."""
 
 
 @asynccontextmanager
