@@ -79,6 +79,7 @@ class EngineFeatures:
 
     repeats_draws: a request's seed decides its draws, whatever other requests are in the batch.
     max_lost_tokens: a request that is aborted in a pause, or while it is retracted, may lose this many last tokens.
+    The lost tokens of an abort of all requests are counted in the load, unless it was in a pause.
     """
 
     name: str
@@ -160,12 +161,15 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's load. `num_used_tokens` and `num_capacity_tokens` count tokens of KV cache."""
+    """An engine's load. `num_used_tokens` and `num_capacity_tokens` count tokens of KV cache.
+
+    `num_lost_tokens`: the tokens that it made and that aborts lost, since its start."""
 
     num_running: int
     num_waiting: int
     num_used_tokens: int
     num_capacity_tokens: int
+    num_lost_tokens: int = 0
 
 
 class Generates(Protocol):
@@ -209,7 +213,9 @@ class Pauses(Protocol):
         """Generate again. Does nothing when not paused."""
 
     def sleep(self) -> None:
-        """Free the KV cache and the weights. Raises EngineNotReady while a request is inside. Idempotent."""
+        """Free the KV cache and the weights, as far as the engine can on its device, for as long as it stands by.
+
+        Raises EngineNotReady while a request is inside. Idempotent."""
 
     def wake(self) -> None:
         """Allocate the memory again. The engine has no weights until `update_weights`. Idempotent."""
@@ -240,6 +246,10 @@ class Engine(Generates, Pauses, HoldsWeights, Protocol):
 
     @property
     def features(self) -> EngineFeatures: ...
+
+    @property
+    def server_bytes(self) -> int:
+        """The private memory of the processes that run for it beside this one. 0 where there are none."""
 
     def close(self) -> None:
         """End its processes and free its memory. It takes no calls afterwards. Idempotent."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from services.rollout.embedded.start import start_embedded
 from services.rollout.engine import StartedEngine
 from services.rollout.sglang.start import start_sglang
+from tidegate.config.job_config import JobConfig
 from tidegate.job import Job
 from tidegate.runtime.pacer import Pacer
 from tidegate.types import GpuId
@@ -20,9 +21,16 @@ STARTS: Mapping[str, Callable[[Job, GpuId, Pacer], StartedEngine]] = {
     "sglang": lambda job, gpu, pacer: start_sglang(job, gpu),
 }
 
-WARM_ASLEEP = frozenset({"embedded"})
-"""The engines that sleep in memory and wake within milliseconds. A sleeping SGLang engine has no server, so a worker
-that stands by for one has only its process and its imports."""
+STARTS_ASLEEP: Mapping[str, frozenset[str]] = {"embedded": frozenset({"cpu", "cuda"}), "sglang": frozenset({"cpu"})}
+"""The devices on which an engine may be started to stand by, by engine.
+
+A starting SGLang server takes the memory of its GPU, which another component holds then. So on CUDA only an engine that
+was at work stands by with its server; before, its worker has its process and its imports."""
+
+
+def starts_asleep(config: JobConfig) -> bool:
+    """Whether an engine is started to stand by."""
+    return config.cluster.device in STARTS_ASLEEP[config.rollout.engine]
 
 
 def start_engine(job: Job, gpu: GpuId, pacer: Pacer) -> StartedEngine:

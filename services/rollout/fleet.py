@@ -140,7 +140,7 @@ class Fleet:
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 while slot.calls:
-                    await self._crew.ask(slot.grant, abort)
+                    slot.num_lost_tokens += (await self._crew.ask(slot.grant, abort)).aborted.num_lost_tokens
                     if slot.calls:
                         await asyncio.wait(slot.calls, timeout=_ABORT_AGAIN_S)
         except (TimeoutError, WorkerGone, WorkerRefused) as error:

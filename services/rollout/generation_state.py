@@ -29,6 +29,8 @@ class EngineSlot:
     calls: set[asyncio.Task[None]] = field(default_factory=set)
     is_leaving: bool = False
     handed_over: list[SampleId] = field(default_factory=list)
+    num_lost_tokens: int = 0
+    """The tokens that the engine made and did not hand over."""
 
     @property
     def num_held(self) -> int:

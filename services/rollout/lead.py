@@ -194,9 +194,12 @@ class RolloutLead(Lead):
         self._note_engines()
         num_held = sum(slot.num_held for slot in leaving)
         await asyncio.gather(*(self._fleet.hand_over(slot) for slot in leaving))
+        num_lost = sum(slot.num_lost_tokens for slot in leaving)
         if num_held:
-            self._log.info("engines handed over", gpus=[slot.grant.gpu for slot in leaving], num_requests=num_held)
+            gpus = [slot.grant.gpu for slot in leaving]
+            self._log.info("engines handed over", gpus=gpus, num_requests=num_held, num_lost_tokens=num_lost)
         if self._generation is not None:
+            self._generation.partials.num_lost_tokens += num_lost
             self._generation.groups.give_back(sample for slot in leaving for sample in slot.handed_over)
         self._note_engines()
         await super().scale_down(request)
@@ -400,9 +403,7 @@ class RolloutLead(Lead):
         stored = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
         candidates = failures.candidates
         generation.groups.extend(_note_published(stored, candidates))
-        figures = {"num_tokens": float(generation.num_tokens)}
-        if num_moves := generation.partials.num_moves:
-            figures |= {"num_moves": float(num_moves), "num_moved_tokens": float(generation.partials.num_moved_tokens)}
+        figures = {"num_tokens": float(generation.num_tokens)} | generation.partials.figures()
         if num_failed := failures.add(stored):
             figures["num_failed_rewards"] = float(num_failed)
         await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)

@@ -20,10 +20,13 @@ from tidegate.v1 import samples_pb2
 
 @dataclass(slots=True)
 class Partials:
-    """The partials of one iteration or evaluation. `num_moves` and `num_moved_tokens` count those handed back."""
+    """The partials of one iteration or evaluation.
+
+    `num_moves` and `num_moved_tokens` count those handed back. `num_lost_tokens` were made and not handed back."""
 
     num_moves: int = 0
     num_moved_tokens: int = 0
+    num_lost_tokens: int = 0
     _by_sample: dict[SampleId, samples_pb2.Sample] = field(default_factory=dict)
 
     def keep(self, sample: SampleId, response: samples_pb2.Sample) -> None:
@@ -42,6 +45,16 @@ class Partials:
     def num_tokens(self, sample: SampleId) -> int:
         partial = self._by_sample.get(sample)
         return 0 if partial is None else len(partial.response_tokens)
+
+    def figures(self) -> dict[str, float]:
+        """The counts by the names of the progress's metrics. Empty before the first move."""
+        if not self.num_moves and not self.num_lost_tokens:
+            return {}
+        return {
+            "num_moves": float(self.num_moves),
+            "num_moved_tokens": float(self.num_moved_tokens),
+            "num_lost_tokens": float(self.num_lost_tokens),
+        }
 
     def end(self, sample: SampleId) -> None:
         """The response is complete."""

@@ -29,7 +29,7 @@ from services.rollout.engine import (
     SamplingParams,
     VersionSpan,
 )
-from services.rollout.engines import WARM_ASLEEP, start_engine
+from services.rollout.engines import start_engine, starts_asleep
 from tidegate.codec import decode_sample_id, encode_sample_id
 from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
@@ -64,6 +64,7 @@ class EngineWorker:
         self._engine: Engine | None = None
         self._name = ""
         self._is_asleep = False
+        self._num_lost_tokens = 0
         self._call_of: dict[RequestId, int] = {}
         self._num_open: dict[int, int] = {}
 
@@ -91,7 +92,7 @@ class EngineWorker:
             case "abort":
                 _, engine = self._started()
                 yield from self._answers(engine.abort())
-                yield Answer(call.call_id)
+                yield Answer(call.call_id, wire.Aborted(num_lost_tokens=self._newly_lost(engine)))
             case "look":
                 yield Answer(call.call_id, self._look())
             case other:
@@ -109,7 +110,7 @@ class EngineWorker:
         self._job = load_job(JobConfig.from_json(call.start_engine.config_json))
         memory_bytes = None
         try:
-            if self._engine is None and not (stands_by and self._job.config.rollout.engine not in WARM_ASLEEP):
+            if self._engine is None and (starts_asleep(self._job.config) or not stands_by):
                 pacer = Pacer.of(self._job.config.cluster, self._on_counts)
                 started = start_engine(self._job, self._gpu, pacer)
                 self._engine, self._name, memory_bytes = (
@@ -127,7 +128,7 @@ class EngineWorker:
         self._is_asleep = stands_by
         if stands_by or memory_bytes is None:
             memory = psutil.Process().memory_info()
-            memory_bytes = memory.rss - memory.shared
+            memory_bytes = memory.rss - memory.shared + (self._engine.server_bytes if self._engine is not None else 0)
         return Answer(call.call_id, wire.Started(memory_bytes=memory_bytes, detail=self._name))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
@@ -175,6 +176,11 @@ class EngineWorker:
             samples=[encode_sample_id(SampleId.parse(request)) for request in lengths],
             num_tokens=lengths.values(),
         )
+
+    def _newly_lost(self, engine: Engine) -> int:
+        """The tokens that aborts lost since the last call."""
+        before, self._num_lost_tokens = self._num_lost_tokens, engine.load().num_lost_tokens
+        return self._num_lost_tokens - before
 
     def _answers(self, generations: Sequence[Generation]) -> Iterator[Answer]:
         if not generations:

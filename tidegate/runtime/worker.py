@@ -45,6 +45,7 @@ ReplyBody: TypeAlias = (
     | wire.Committed
     | wire.Generated
     | wire.EngineLoad
+    | wire.Aborted
     | wire.Scored
     | wire.LoadedWeights
     | wire.WarmUpProgress

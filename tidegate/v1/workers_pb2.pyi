@@ -163,6 +163,7 @@ class WorkerReply(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ABORTED_FIELD_NUMBER: _builtins.int
     SCORED_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     WARM_UP_FIELD_NUMBER: _builtins.int
@@ -192,6 +193,8 @@ class WorkerReply(_message.Message):
     @_builtins.property
     def load(self) -> Global___EngineLoad: ...
     @_builtins.property
+    def aborted(self) -> Global___Aborted: ...
+    @_builtins.property
     def scored(self) -> Global___Scored: ...
     @_builtins.property
     def loaded(self) -> Global___LoadedWeights: ...
@@ -220,6 +223,7 @@ class WorkerReply(_message.Message):
         committed: Global___Committed | None = ...,
         generated: Global___Generated | None = ...,
         load: Global___EngineLoad | None = ...,
+        aborted: Global___Aborted | None = ...,
         scored: Global___Scored | None = ...,
         loaded: Global___LoadedWeights | None = ...,
         warm_up: Global___WarmUpProgress | None = ...,
@@ -227,11 +231,11 @@ class WorkerReply(_message.Message):
         built_ahead: Global___BuiltAhead | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "built_ahead", b"built_ahead", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "body", b"body", "built_ahead", b"built_ahead", "committed", b"committed", "generated", b"generated", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "built_ahead", b"built_ahead", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "body", b"body", "built_ahead", b"built_ahead", "call_id", b"call_id", "committed", b"committed", "error", b"error", "fatal", b"fatal", "generated", b"generated", "last", b"last", "load", b"load", "loaded", b"loaded", "prepared", b"prepared", "published", b"published", "saved", b"saved", "scored", b"scored", "spans", b"spans", "started", b"started", "suspended", b"suspended", "update", b"update", "warm_up", b"warm_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "scored", "loaded", "warm_up", "suspended", "built_ahead"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "update", "published", "saved", "prepared", "committed", "generated", "load", "aborted", "scored", "loaded", "warm_up", "suspended", "built_ahead"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1225,6 +1229,26 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class Aborted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LOST_TOKENS_FIELD_NUMBER: _builtins.int
+    num_lost_tokens: _builtins.int
+    """The tokens that the engine had made and that this abort lost."""
+    def __init__(
+        self,
+        *,
+        num_lost_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_lost_tokens", b"num_lost_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Aborted: _TypeAlias = Aborted  # noqa: Y015
 
 @_typing.final
 class Look(_message.Message):

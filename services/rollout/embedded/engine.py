@@ -81,6 +81,10 @@ class EmbeddedEngine:
     def features(self) -> EngineFeatures:
         return EngineFeatures(name="embedded", repeats_draws=True)
 
+    @property
+    def server_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._batch.remove(None)
         self._cache = self._weights = None

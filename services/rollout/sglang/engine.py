@@ -5,14 +5,20 @@ Each request is one call to the server. A thread holds the call open until the r
 
 - Pause: the server's scheduler has the pause, and all requests sent before it, when `pause` returns. A request
   submitted during a pause stays here until the resume.
-- Abort: a server aborts a running request only with its next step. To avoid a step during a pause, an abort first makes
-  the server retract all requests. The remaining ones then begin with a prefill.
-- Sleep: there is no server at all. That frees its memory on every device; waking up takes a start.
+- Abort: a server aborts a running request only with its next step, whose token comes out too. An abort of all requests
+  pauses it, so that all end at one step and lost tokens can be counted.
+- Abort in a pause: to avoid a step, the server first retracts all requests. The remaining ones then begin with a
+  prefill.
+- Sleep: the server stays up without its memory, where it can release it, or on a CPU with it; elsewhere it ends
+  (`features.Rest`). An awake engine has no weights until an update replaces them.
 
 Invariants, which `tests/contract/engine_suite.py` and `tests/contract/test_sglang_engine.py` check:
 - A request is in `_inside` from its submission until it comes out.
 - An update happens in a pause. Afterwards, on a CPU, the server's checksums equal those of the tensors sent. On CUDA
   its checksums are of another kind.
+- An engine that sleeps or woke accepts no request before an update.
+- Of a running request an abort of all loses no token; of a retracted one the lost tokens are counted.
+  [test_sglang_moves: lost_tokens_of_a_retracted_request_are_counted]
 - After a failure every call raises EngineFailed.
 """
 
@@ -44,8 +50,18 @@ from services.rollout.engine import (
 from services.rollout.requests import check_request
 from services.rollout.sglang.client import CallFailed
 from services.rollout.sglang.estimates import SentRequest, estimated_lengths
+from services.rollout.sglang.features import Rest
 from services.rollout.sglang.names import held_name
-from services.rollout.sglang.replies import ReplyUnreadable, checksums_of, generate_body, generation_of, load_of
+from services.rollout.sglang.replies import (
+    ReplyUnreadable,
+    ServerLoad,
+    checksums_of,
+    generate_body,
+    generation_of,
+    is_aborted,
+    load_of,
+    num_lost_tokens,
+)
 from services.rollout.sglang.server import TOKENS_A_MESSAGE, ServerSettings, SglangServer
 from services.rollout.sglang.weights import WeightSet, weight_set
 from tidegate.megatron.family import model_parameters
@@ -84,6 +100,8 @@ class SglangEngine:
         self._num_submitted = 0
         self._paused: PauseMode | None = None
         self._version: int | None = None
+        self._num_lost_tokens = 0
+        self._is_asleep = False
         self._failed: str | None = None
         self._calls = concurrent.futures.ThreadPoolExecutor(_MOST_OPEN_CALLS, thread_name_prefix="sglang")
         self._server: SglangServer | None = SglangServer(settings, on_death=on_death)
@@ -96,6 +114,10 @@ class SglangEngine:
             repeats_draws=features.repeats_draws,
             max_lost_tokens=TOKENS_A_MESSAGE - 1,
         )
+
+    @property
+    def server_bytes(self) -> int:
+        return 0 if self._server is None else self._server.private_bytes
 
     @property
     def server(self) -> SglangServer:
@@ -148,15 +170,17 @@ class SglangEngine:
             )
         taken = [inside for id_, inside in self._inside.items() if id_ in selected]
         if open_ := [inside for inside in self._sent() if inside.request.id in selected]:
-            self._abort_sent(open_)
+            if self._paused is None and len(selected) == len(self._inside):
+                self._abort_all(open_)
+            else:
+                self._abort_sent(open_)
         return tuple(self._take(inside) for inside in taken)
 
     def load(self) -> EngineLoad:
         self._check_alive()
-        if self._server is None:
-            return EngineLoad(num_running=0, num_waiting=0, num_used_tokens=0, num_capacity_tokens=0)
-        with self._answers():
-            reported = load_of(self._get("/v1/loads?include=core"))
+        if self._is_asleep:
+            return EngineLoad(0, 0, 0, 0, num_lost_tokens=self._num_lost_tokens)
+        reported = self._reported()
         # The server reports its load every few steps and never in a pause. After a retraction nothing runs.
         retracted = self._paused is PauseMode.RETRACT
         num_running = 0 if retracted else min(reported.num_running, len(self._sent()))
@@ -165,6 +189,7 @@ class SglangEngine:
             num_waiting=len(self._inside) - num_running,
             num_used_tokens=0 if retracted else reported.num_used_tokens,
             num_capacity_tokens=reported.num_capacity_tokens,
+            num_lost_tokens=self._num_lost_tokens,
         )
 
     def lengths(self) -> Mapping[RequestId, int]:
@@ -205,17 +230,30 @@ class SglangEngine:
         self._check_alive()
         if self._inside:
             raise EngineNotReady(f"the engine cannot sleep with {len(self._inside)} requests inside: abort them first")
-        self._stop()
-        self._version = self._paused = None
+        if self._is_asleep:
+            return
+        self.resume()
+        self._until_idle()
+        match self._rest:
+            case Rest.RELEASED:
+                self._post("/release_memory_occupation")
+            case Rest.ENDED:
+                self._stop()
+        self._version, self._is_asleep = None, True
 
     def wake(self) -> None:
         self._check_alive()
+        if not self._is_asleep:
+            return
+        self._is_asleep = False
         if self._server is None:
             self._server = SglangServer(self._settings, on_death=self._on_death)
+        elif self._rest is Rest.RELEASED:
+            self._post("/resume_memory_occupation")
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._check_alive()
-        if self._server is None:
+        if self._is_asleep:
             raise EngineNotReady(f"the engine sleeps and cannot take weights version {version}: wake it first")
         weights = weight_set(self._settings.model, version=version, dtype=self._dtype, tensors=tensors)
         was_paused = self._paused is not None
@@ -265,13 +303,52 @@ class SglangEngine:
         In a pause it takes none, and no abort would find them."""
         deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
         while sent := self._sent():
-            with self._answers():
-                reported = load_of(self._get("/v1/loads?include=core"))
+            reported = self._reported()
             if reported.num_running + reported.num_waiting >= len(sent):
                 return
             if time.monotonic() > deadline_s:
                 raise self._fail(f"SGLang did not accept {len(sent)} requests within {_CONTROL_TIMEOUT_S:g} s")
             concurrent.futures.wait([inside.reply for inside in sent if inside.reply], timeout=_LOOK_AGAIN_S)
+
+    def _until_idle(self) -> None:
+        """Wait until the server has cleared up after its last request: it asserts that nothing is left."""
+        deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
+        while (reported := self._reported()).num_running + reported.num_waiting + reported.num_used_tokens:
+            if time.monotonic() > deadline_s:
+                raise self._fail(f"SGLang holds {reported.num_used_tokens} tokens {_CONTROL_TIMEOUT_S:g} s after all")
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _abort_all(self, open_: list[_Inside]) -> None:
+        """Abort all requests, which are not paused, and wait for their replies.
+
+        1. In a pause the server drops those that wait. A retracted one loses tokens, which are counted.
+        2. After the pause it makes one more token of each of the others, and returns all.
+        """
+        self._until_taken_in()
+        self._pause_server(PauseMode.IN_PLACE)
+        reported = self._reported()
+        self._post("/abort_request", {"abort_all": True})
+        queued = self._replied(open_, num_aborted=reported.num_waiting)
+        self._num_lost_tokens += num_lost_tokens(reported, queued)
+        self._resume_server()
+        self._abort_sent(open_)
+
+    def _replied(self, open_: list[_Inside], *, num_aborted: int) -> list[tuple[GenerationRequest, Mapping[str, Any]]]:
+        """The aborted requests with their replies, once there are so many."""
+        deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
+        while True:
+            with self._answers():
+                replies = [(each.request, each.reply.result()) for each in open_ if each.reply and each.reply.done()]
+                aborted = [each for each in replies if is_aborted(each[1])]
+            if len(aborted) >= num_aborted:
+                return aborted
+            if time.monotonic() > deadline_s:
+                raise self._fail(f"SGLang did not abort {num_aborted} waiting requests in {_CONTROL_TIMEOUT_S:g} s")
+            concurrent.futures.wait(
+                [each.reply for each in open_ if each.reply and not each.reply.done()],
+                timeout=_LOOK_AGAIN_S,
+                return_when=concurrent.futures.FIRST_COMPLETED,
+            )
 
     def _abort_sent(self, open_: list[_Inside]) -> None:
         """Abort requests, and wait for their replies."""
@@ -288,6 +365,15 @@ class SglangEngine:
                 break
         else:
             raise self._fail(f"SGLang did not abort {len(waiting)} requests within {_CONTROL_TIMEOUT_S:g} s")
+
+    def _reported(self) -> ServerLoad:
+        with self._answers():
+            return load_of(self._get("/v1/loads?include=core"))
+
+    @property
+    def _rest(self) -> Rest:
+        assert self._server is not None, "a server that rests is up"
+        return self._server.features.rest(self._settings.device)
 
     def _pause_server(self, mode: PauseMode) -> None:
         """Pause the server. An aborting pause is one in place here, because nothing is inside any more."""
@@ -346,7 +432,7 @@ class SglangEngine:
 
     def _awake(self) -> SglangServer:
         self._check_alive()
-        if self._server is None:
+        if self._is_asleep or self._server is None:
             raise EngineNotReady("the engine sleeps: wake it and update its weights first")
         return self._server
 

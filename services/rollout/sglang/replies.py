@@ -23,10 +23,13 @@ class ReplyUnreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
+    """`num_waiting_tokens`: prompts and responses so far of the waiting requests, a retracted one's included."""
+
     num_running: int
     num_waiting: int
     num_used_tokens: int
     num_capacity_tokens: int
+    num_waiting_tokens: int = 0
 
 
 def generate_body(request: GenerationRequest, *, rid: str) -> dict[str, Any]:
@@ -59,9 +62,27 @@ def generation_of(request: GenerationRequest, reply: Mapping[str, Any]) -> Gener
         spans = _shifted(meta["weight_versions"], by=len(request.partial.tokens))
         partial = request.partial
         response = Response(partial.tokens + tokens, partial.log_probs + log_probs, joined((*partial.versions, *spans)))
+        if reason is FinishReason.ABORT and tokens:
+            reason = _reason_of_aborted(request, response)
     except (KeyError, TypeError, ValueError) as error:
         raise ReplyUnreadable(f"request {request.id}: SGLang's reply cannot be read ({error!r})") from error
     return Generation(request.id, response, reason)
+
+
+def is_aborted(reply: Mapping[str, Any]) -> bool:
+    """Whether the reply is to a request that an abort ended. Raises ReplyUnreadable."""
+    try:
+        return bool(reply["meta_info"]["finish_reason"]["type"] == FinishReason.ABORT)
+    except (KeyError, TypeError) as error:
+        raise ReplyUnreadable(f"SGLang's reply has no reason for its end ({error!r})") from error
+
+
+def _reason_of_aborted(request: GenerationRequest, response: Response) -> FinishReason:
+    """SGLang makes one more token of a running request that it aborts. That token may be the response's last."""
+    if response.tokens[-1] in request.sampling.stop_token_ids:
+        return FinishReason.STOP
+    is_full = len(response.tokens) >= request.sampling.max_new_tokens
+    return FinishReason.LENGTH if is_full else FinishReason.ABORT
 
 
 def load_of(reply: Mapping[str, Any]) -> ServerLoad:
@@ -72,9 +93,21 @@ def load_of(reply: Mapping[str, Any]) -> ServerLoad:
             num_waiting=rank["num_waiting_reqs"],
             num_used_tokens=rank["num_used_tokens"],
             num_capacity_tokens=rank["max_total_num_tokens"],
+            num_waiting_tokens=rank["num_total_tokens"] - rank["num_used_tokens"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ReplyUnreadable(f"SGLang's load cannot be read ({error!r})") from error
+
+
+def num_lost_tokens(load: ServerLoad, queued: Iterable[tuple[GenerationRequest, Mapping[str, Any]]]) -> int:
+    """The tokens that the abort of these requests lost, each of which was waiting when the server reported `load`.
+
+    A retracted request waits with its response, and its abort returns only what was sent of it before. Replies as
+    `generation_of` reads them."""
+    returned = (
+        len(request.prompt_tokens) + len(request.partial.tokens) + len(reply["output_ids"]) for request, reply in queued
+    )
+    return max(0, load.num_waiting_tokens - sum(returned))
 
 
 def checksums_of(reply: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ Invariants:
 - It answers nobody without the token. [test_sglang_engine: answers_nobody_without_its_token]
 - It dies with the process that started it. [test_sglang_keeper: no_process_and_no_shared_memory_remains]
 - If it dies without being stopped, `on_death` is called once, at once. [test_sglang_server: kill_9_in_mid_generation]
+  That it ends by itself before it is up is a failed start instead. [test_engine_start: killed_while_it_starts]
 - After any end, its only remains are in its two folders. [test_sglang_keeper: no_process_and_no_shared_memory_remains]
 """
 
@@ -72,6 +73,7 @@ class ServerSettings:
     - scratch: its sockets while it runs. A short path: the kernel allows 107 bytes for a socket's path.
     - gpu_index: the index of its GPU, on CUDA.
     - num_sharing: the slots that share this GPU.
+    - may_rest: whether it is to give its memory back while its engine sleeps, where it can.
     """
 
     python: Path
@@ -84,6 +86,7 @@ class ServerSettings:
     max_running_requests: int
     start_timeout_s: float
     num_sharing: int = 1
+    may_rest: bool = False
 
 
 class SglangServer:
@@ -114,6 +117,11 @@ class SglangServer:
     def memory_bytes(self) -> int:
         """The resident memory of all its processes. Memory that they share is counted for each."""
         return sum(_resident_bytes(process) for process in self.processes())
+
+    @property
+    def private_bytes(self) -> int:
+        """The resident memory of all its processes without files and shared memory, such as its libraries' code."""
+        return sum(_resident_bytes(process, private=True) for process in self.processes())
 
     def failure(self) -> str | None:
         """The description of its death. None while it runs."""
@@ -164,7 +172,7 @@ class SglangServer:
         deadline_s = time.monotonic() + self._settings.start_timeout_s
         while time.monotonic() < deadline_s:
             with suppress(subprocess.TimeoutExpired):
-                raise EngineFailed(self._description(self._process.wait(_LOOK_AGAIN_S)))
+                raise self._ended(self._process.wait(_LOOK_AGAIN_S))
             with suppress(CallFailed):
                 self.client.get("/health", timeout_s=_ANSWER_TIMEOUT_S)
                 features = features_of(self.client.get("/server_info", timeout_s=_ANSWER_TIMEOUT_S))
@@ -174,6 +182,12 @@ class SglangServer:
             f"SGLang did not answer within rollout.sglang.start_timeout_s={self._settings.start_timeout_s:g} s: raise "
             f"it, or see {self.log_path}\n{self._log_tail()}"
         )
+
+    def _ended(self, status: int) -> EngineFailed:
+        """A server that ends by itself does not start. One that is killed may start the next time: that is a death."""
+        if status < 0 and self._on_death is not None:
+            self._on_death(self._description(status))
+        return EngineFailed(self._description(status))
 
     def _unlink_shared_memory(self) -> None:
         """Remove the name of the shared file with the server's load, once the server has it open.
@@ -244,6 +258,9 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
             # Draws by seed. Only attention on CUDA supports it.
             "enable-deterministic-inference": True,
         }
+        if settings.may_rest:
+            # Weights, KV cache and CUDA graphs at addresses that keep while their memory is given back.
+            options["enable-memory-saver"] = True
         if settings.num_sharing > 1:
             # Without it, a server takes nearly all memory that is free when it starts.
             options["mem-fraction-static"] = round(_STATIC_SHARE / settings.num_sharing, 3)
@@ -274,8 +291,9 @@ def _free_port() -> int:
         return port
 
 
-def _resident_bytes(process: psutil.Process) -> int:
+def _resident_bytes(process: psutil.Process, *, private: bool = False) -> int:
     try:
-        return process.memory_info().rss
+        memory = process.memory_info()
     except psutil.Error:
         return 0
+    return memory.rss - memory.shared if private else memory.rss

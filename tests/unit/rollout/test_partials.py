@@ -23,11 +23,13 @@ def response(*tokens: int, finish: samples_pb2.FinishReason.ValueType = ABORT) -
 def test_a_partial_only_grows_and_is_gone_once_its_response_is_complete() -> None:
     partials = Partials()
     partials.keep(SAMPLE, response())
+    assert partials.figures() == {}, "nothing moved"
     assert (partials.of(SAMPLE), partials.num_moves) == (None, 0)
     partials.keep(SAMPLE, response(1, 2, 3))
     partials.keep(SAMPLE, response(1, 2))
     assert partials.of(SAMPLE) == response(1, 2, 3)
     assert (partials.num_tokens(SAMPLE), partials.num_moves, partials.num_moved_tokens) == (3, 2, 5)
+    assert partials.figures() == {"num_moves": 2.0, "num_moved_tokens": 5.0, "num_lost_tokens": 0.0}
     partials.end(SAMPLE)
     assert (partials.of(SAMPLE), partials.num_tokens(SAMPLE)) == (None, 0)
 

@@ -22,7 +22,7 @@ from services.rollout.engine import (
     WeightsRefused,
 )
 from services.rollout.sglang.client import SglangClient
-from services.rollout.sglang.features import features_of
+from services.rollout.sglang.features import Rest, features_of
 from services.rollout.sglang.names import as_held, held_name, pieces_of, served_config
 from services.rollout.sglang.replies import (
     ReplyUnreadable,
@@ -30,7 +30,9 @@ from services.rollout.sglang.replies import (
     checksums_of,
     generate_body,
     generation_of,
+    is_aborted,
     load_of,
+    num_lost_tokens,
 )
 from services.rollout.sglang.server import ServerSettings, server_environment, server_options
 from services.rollout.sglang.weights import pickled, weight_set
@@ -113,6 +115,35 @@ def test_a_reply_aborted_before_its_first_token_is_the_partial() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sampling", "want"),
+    [
+        pytest.param(SamplingParams(max_new_tokens=9, stop_token_ids=(2,)), FinishReason.ABORT, id="could go on"),
+        pytest.param(SamplingParams(max_new_tokens=9, stop_token_ids=(2, 6)), FinishReason.STOP, id="the stop token"),
+        pytest.param(SamplingParams(max_new_tokens=5), FinishReason.LENGTH, id="all tokens"),
+    ],
+)
+def test_an_aborted_response_is_complete_where_the_last_token_that_it_got_ends_it(
+    sampling: SamplingParams, want: FinishReason
+) -> None:
+    aborted = reply(finish_reason={"type": "abort", "message": "Aborted"})
+    assert generation_of(request_of(sampling=sampling, partial=PARTIAL), aborted).finish_reason is want
+
+
+def test_the_tokens_that_an_abort_lost_are_those_of_the_waiting_requests_that_did_not_come_back() -> None:
+    """A prompt of 3 and a partial of 2 with 3 new tokens, of which 7 were made; and a prompt of 3 without any."""
+    load = ServerLoad(num_running=1, num_waiting=2, num_used_tokens=8, num_capacity_tokens=99, num_waiting_tokens=15)
+    queued = [(request_of(partial=PARTIAL), reply()), (request_of(), {"output_ids": []})]
+    assert num_lost_tokens(load, queued) == 4
+    assert num_lost_tokens(load, [*queued, (request_of(), reply())]) == 0, "one came after the load was reported"
+
+
+@pytest.mark.parametrize(("wrong"), [{}, {"meta_info": {}}, {"meta_info": {"finish_reason": None}}], ids=str)
+def test_a_reply_without_a_reason_for_its_end_is_unreadable(wrong: Any) -> None:
+    with pytest.raises(ReplyUnreadable, match="no reason for its end"):
+        is_aborted(wrong)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         pytest.param({}, id="an empty answer"),
@@ -128,8 +159,14 @@ def test_a_reply_that_does_not_add_up_is_unreadable(wrong: dict[str, Any]) -> No
 
 
 def test_a_load_and_checksums_are_read_by_name() -> None:
-    load = {"num_running_reqs": 2, "num_waiting_reqs": 1, "num_used_tokens": 30, "max_total_num_tokens": 500}
-    want = ServerLoad(num_running=2, num_waiting=1, num_used_tokens=30, num_capacity_tokens=500)
+    load = {
+        "num_running_reqs": 2,
+        "num_waiting_reqs": 1,
+        "num_used_tokens": 30,
+        "num_total_tokens": 49,
+        "max_total_num_tokens": 500,
+    }
+    want = ServerLoad(num_running=2, num_waiting=1, num_used_tokens=30, num_capacity_tokens=500, num_waiting_tokens=19)
     assert load_of({"loads": [load]}) == want
     checksums = {"model.norm.weight": "0a", "lm_head.weight": "0b"}
     assert checksums_of({"ranks": [{"checksums": checksums}]}, {"output": "lm_head.weight"}) == {"output": "0b"}
@@ -240,6 +277,25 @@ def test_a_version_with_the_api_is_accepted(version: str) -> None:
 def test_a_version_without_the_api_is_refused_with_the_remedy(version: str, message: str) -> None:
     with pytest.raises(EngineFailed, match=message):
         features_of({"version": version})
+
+
+@pytest.mark.parametrize(
+    ("saves_memory", "device", "want"),
+    [(True, "cuda", Rest.RELEASED), (False, "cuda", Rest.ENDED), (False, "cpu", Rest.KEPT)],
+)
+def test_a_server_rests_up_unless_it_would_keep_memory_of_a_gpu(saves_memory: bool, device: str, want: Rest) -> None:
+    info = {"version": "0.5.23", "enable_memory_saver": saves_memory}
+    assert features_of(info).rest(device) is want
+
+
+def test_only_a_server_on_cuda_that_may_rest_gets_the_memory_saver() -> None:
+    def is_on(**settings: Any) -> bool:
+        given = replace(settings_of(device=settings.pop("device")), **settings)
+        return "enable-memory-saver" in server_options(given, Path("model"), SglangClient(4321, "secret"))
+
+    assert is_on(device="cuda", may_rest=True)
+    assert not is_on(device="cuda")
+    assert not is_on(device="cpu", may_rest=True), "it exists on CUDA alone"
 
 
 def test_a_server_listens_on_loopback_keeps_no_prefixes_and_has_a_token() -> None:
