@@ -1,7 +1,8 @@
 """SGLang on the device, where SGLANG_PYTHON or this interpreter has it.
 
-The seconds of its start, of a weight update, of sleep and wake, and its tokens a second by batch. `assumptions` has the
-simulator's keys for a decode step (`simulator.cost_model`), fitted to the batches:
+The seconds of its start, of a weight update, of sleep and wake, the device memory that sleep released, and its tokens a
+second by batch. `assumptions` has the simulator's keys for a decode step (`simulator.cost_model`), fitted to the
+batches:
 
     batch / tokens a second = step_base_s + step_per_sequence_s * batch
 
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks.engines import requests_of, timed, weights_of
 from benchmarks.gpu.report import PartReport, Skipped
@@ -75,6 +78,7 @@ def measure_with(python: Path, size: Size, device: str, folder: Path, report: Pa
         dtype="bfloat16",
         max_running_requests=max(size.batches),
         start_timeout_s=_START_TIMEOUT_S,
+        may_rest=True,
     )
     began = time.perf_counter()
     engine = SglangEngine(settings)
@@ -89,7 +93,10 @@ def measure_with(python: Path, size: Size, device: str, folder: Path, report: Pa
             rates[batch], _ = timed(engine, requests_of(batch))
             report.note({f"batch_{batch}_tokens_per_s": rates[batch]})
         report.note({"assumptions": decode_costs(rates)})
-        report.note({"sleep_s": _seconds(engine.sleep), "wake_s": _seconds(engine.wake)})
+        free_bytes = _free_bytes(device)
+        report.note({"sleep_s": _seconds(engine.sleep)})
+        report.note({"released_bytes": _free_bytes(device) - free_bytes})
+        report.note({"wake_s": _seconds(engine.wake)})
         report.note({"update_s": _seconds(lambda: engine.update_weights(2, weights))})
     finally:
         engine.close()
@@ -109,6 +116,11 @@ def decode_costs(rates: Mapping[int, float]) -> dict[str, float]:
         # The batches do not separate it from the sequences.
         "costs.engine.step_per_kv_token_s": 0.0,
     }
+
+
+def _free_bytes(device: str) -> int:
+    """The device memory that no process has. 0 without a device."""
+    return int(torch.cuda.mem_get_info()[0]) if device == "cuda" else 0
 
 
 def _seconds(step: Callable[[], None]) -> float:

@@ -70,6 +70,8 @@ _CONTROL_TIMEOUT_S = 60.0
 """The limit for a control call's answer. Each call waits at most for the present step."""
 _ABORT_AGAIN_S = 0.2
 """The server forgets an abort that overtakes its request, so the abort is repeated until the request is out."""
+_LAST_STEP_S = 2.0
+"""The time for the step that ends aborted requests. Those without a reply by then are aborted one by one."""
 _LOOK_AGAIN_S = 0.005
 """The pause between checks whether the server has the requests sent, which takes it a step."""
 _MOST_OPEN_CALLS = 1024
@@ -315,7 +317,9 @@ class SglangEngine:
         deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
         while (reported := self._reported()).num_running + reported.num_waiting + reported.num_used_tokens:
             if time.monotonic() > deadline_s:
-                raise self._fail(f"SGLang holds {reported.num_used_tokens} tokens {_CONTROL_TIMEOUT_S:g} s after all")
+                raise self._fail(
+                    f"SGLang still holds {reported.num_used_tokens} tokens {_CONTROL_TIMEOUT_S:g} s after its requests"
+                )
             time.sleep(_LOOK_AGAIN_S)
 
     def _abort_all(self, open_: list[_Inside]) -> None:
@@ -331,7 +335,9 @@ class SglangEngine:
         queued = self._replied(open_, num_aborted=reported.num_waiting)
         self._num_lost_tokens += num_lost_tokens(reported, queued)
         self._resume_server()
-        self._abort_sent(open_)
+        _, late = concurrent.futures.wait([each.reply for each in open_ if each.reply], timeout=_LAST_STEP_S)
+        if late:
+            self._abort_sent([each for each in open_ if each.reply in late])
 
     def _replied(self, open_: list[_Inside], *, num_aborted: int) -> list[tuple[GenerationRequest, Mapping[str, Any]]]:
         """The aborted requests with their replies, once there are so many."""
