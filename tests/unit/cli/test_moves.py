@@ -42,19 +42,19 @@ def test_a_move_that_the_jobs_end_cut_short_is_told_as_that_and_no_failure(outco
 
 def test_a_move_between_two_iterations_counts_in_the_row_of_the_first() -> None:
     between = decision(6000, 0, resize("t6", comes=["n0/2"], leaves=[])) | {"iteration": None}
-    later = decision(8000, 1, resize("t7", comes=["n0/2"], leaves=[]))
+    later = decision(8000, 2, resize("t7", comes=["n0/2"], leaves=[]))
     found = of_lines(
         [
             *LINES,
             between,
             closed(7500, "t6", "committed"),
-            iteration("opened", 7600, 1),
+            iteration("opened", 7600, 2),
             later,
             closed(8200, "t7", "committed"),
         ]
     )
-    rows = [found.summary(number) for number in (0, 1)]
-    assert [(row["moves"], row["switch_s"]) for row in rows] == [(2, 2.0), (1, 0.2)]
+    rows = [found.summary(number) for number in (0, 1, 2)]
+    assert [(row["moves"], row["switch_s"]) for row in rows] == [(1, 0.5), (1, 1.5), (1, 0.2)]
     assert found.summary()["moves"] == 3
 
 
