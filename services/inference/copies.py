@@ -67,16 +67,23 @@ class ScoringCopy:
 
 @dataclass(frozen=True, slots=True)
 class ScorerBuild:
-    """What the ranks of each copy build. `layout` is one copy's. `timeout_s` is that of the copy's torch world."""
+    """What the ranks of each copy build. `layout` is one copy's. `timeout_s` is that of the copy's torch world.
+
+    `builds_at_rest`: a worker that was in no copy yet builds the model while it stands by. It cannot where its copy has
+    more ranks, which are not known yet. On CUDA it must not: the model's memory, though freed at once, is that of the
+    component that has the GPU.
+    """
 
     layout: Layout
     config_json: str
     timeout_s: float
+    builds_at_rest: bool
 
     @classmethod
     def of(cls, config: JobConfig) -> ScorerBuild:
         layout = replace(config.layout(Role.INFERENCE), dp=1)
-        return cls(layout, config.to_json(), config.runtime.collective_timeout_s)
+        builds_at_rest = layout.num_ranks == 1 and config.cluster.device == "cpu"
+        return cls(layout, config.to_json(), config.runtime.collective_timeout_s, builds_at_rest)
 
 
 def cut_into_copies(members: Sequence[Grant], layout: Layout) -> list[tuple[Grant, ...]]:
@@ -134,8 +141,8 @@ class Copies:
     async def put_to_rest(self, grant: Grant) -> wire.Started:
         """The worker releases its weights and stays in its world.
 
-        A worker in no world builds the model in one of its own, where copies have one rank. Else its copy is not known
-        yet: it has its process, its imports and its device.
+        A worker in no world builds the model in one of its own, where it may. Else it has its process, its imports and
+        its device.
         """
         if (world := self._worlds.of(grant.gpu)) is not None:
             try:
@@ -143,9 +150,9 @@ class Copies:
             except WorkerRefused:
                 # The worker of the lead's records has died, and this is another.
                 self._worlds.forget([grant.gpu])
-        if self._build.layout.num_ranks > 1:
-            return await self._rest(grant, wire.StartScorer(config_json=self._build.config_json))
-        return await self._rest(grant, (await self._joining([grant]))[grant])
+        if self._build.builds_at_rest:
+            return await self._rest(grant, (await self._joining([grant]))[grant])
+        return await self._rest(grant, wire.StartScorer(config_json=self._build.config_json))
 
     def note_stopped(self, grants: Iterable[Grant]) -> None:
         """These workers ended."""

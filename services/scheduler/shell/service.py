@@ -179,11 +179,12 @@ class SchedulerService:
         made = finish(begun, now_ms, self._policy, observed=observed, pace=self._pace)
         await self._look_at_leases(made.folded)
         await self._write(made)
+        # Before the commands: a scheduler that dies among them must not leave a transition that nobody can explain.
+        self._record(chronicle(made, now_ms, before=self._chronicle, observed=observed))
         if made.decision is not None:
             self._pace = replace(self._pace, decided_ms=now_ms)
             await self._issue(made.after, made.decision)
             self._log_reason(made.decision)
-        self._record(chronicle(made, now_ms, before=self._chronicle, observed=observed))
 
     async def _loaded(self) -> ClusterState:
         if self._state is None:

@@ -61,6 +61,12 @@ async def test_a_copy_on_a_slot_that_it_never_had_starts_with_a_model_that_is_bu
         assert of.ranks[gpu].starts[1:] == [("at work", f"{gpu}@0.0", False)]
 
 
+async def test_on_cuda_a_worker_builds_no_model_on_a_gpu_that_it_never_had(tmp_path: Path) -> None:
+    async with scoring(tmp_path, **MOVES, cluster={"device": "cuda"}) as of:
+        await at_work(of)
+        assert of.ranks["n1/2"].starts == [("at rest", "", False)]
+
+
 async def test_ranks_of_one_copy_stand_by_in_their_world(tmp_path: Path) -> None:
     async with scoring(tmp_path, **MOVES, **ONE_COPY) as of:
         of.new_lead(of.bench.scale_up(weights=snapshot(0)))
