@@ -8,7 +8,7 @@ run are the median of its iterations:
     X_error             = |median(simulated_s) / median(real_s) - 1| under policy X; lengths drawn by the fitted law
     X_error_of_lengths  the same, with the lengths of the real runs: without the chance of the draws
 
-`--quick`: one short run to fit to and one of `static` and `tide` each. A void run is reported, and no figure counts.
+`--quick`: one short run to fit to and one of `static` and `tide` each. A void run is reported and counts in no figure.
 """
 
 from __future__ import annotations
@@ -103,11 +103,14 @@ def simulated_s(scenario: Scenario, config: JobConfig, *, seed: int) -> float:
 
 
 def case_of(policy: str, scenario: Scenario, runs: Sequence[Ran]) -> dict[str, Any]:
-    """The seconds under one policy: measured, and foreseen in both ways."""
-    real = [ran.median_s for ran in runs]
+    """The seconds under one policy: measured, and foreseen in both ways. RuntimeError where all runs are void."""
+    counted = [ran for ran in runs if not ran.is_void]
+    if not counted:
+        raise RuntimeError(f"all {len(runs)} runs under {policy} are void: leave the machine to the benchmark")
+    real = [ran.median_s for ran in counted]
     drawn, known = (
         drawn_s(scenario, runs[0].config),
-        [median(known_s(scenario, ran, Path(ran.config.output_dir))) for ran in runs],
+        [median(known_s(scenario, ran, Path(ran.config.output_dir))) for ran in counted],
     )
     return {
         "case": policy,

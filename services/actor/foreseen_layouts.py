@@ -1,7 +1,8 @@
 """Which layouts a policy may ask the actor for next, and which of them are worth building ahead. Pure.
 
-A policy changes the number of the actor's copies, and picks their GPUs when the time has come: it keeps the actor's own
-and adds GPUs that others let go of, or gives up the last ones. The order is by how likely a layout is:
+A policy changes the number of the actor's copies, or their kind (`actor.layouts`), and picks their GPUs when the time
+has come. It keeps the actor's own and adds GPUs that others let go of, or gives up the last ones. The order is by how
+likely a layout is:
 1. The actor's home: every policy returns to it.
 2. By how near the number of copies is to the present one, of two the larger one first, each number once: on the
    actor's own GPUs first and then on the cluster's next ones.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.policy.actor_layouts import actor_layouts, fewest_gpus, step_of
+from services.scheduler.policy.actor_layouts import ActorLayouts, actor_layouts, fewest_gpus, step_of
 from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.trainer_rates import num_sequences
 from services.scheduler.state.layouts import engine_size, replica_size
@@ -91,13 +91,18 @@ class Cluster:
         return units
 
 
+def trainer_layouts(situation: Situation, num_gpus: int) -> ActorLayouts:
+    """The layouts of the trainer on up to `num_gpus` GPUs, as forecasts and seats have them."""
+    return actor_layouts(situation, num_gpus, most_copies=num_sequences(situation))
+
+
 def cluster_of(
     situation: Situation, assignment: Assignment, there: tuple[GpuId, ...], *, trained_on: tuple[int, ...] = ()
 ) -> Cluster:
     """The cluster with the assignment carried out. `trained_on`: numbers of units whose layouts have their
     communicators."""
     training, engines = situation.trainer.training, situation.engines
-    layouts = actor_layouts(situation, len(there), most_copies=num_sequences(situation))
+    layouts = trainer_layouts(situation, len(there))
     until_s = None if training.closes_at_ms is None else max(0.0, (training.closes_at_ms - situation.now_ms) / 1000)
     return Cluster(
         num_gpus=len(there),

@@ -16,9 +16,9 @@ Invariants:
 
 from __future__ import annotations
 
-from services.scheduler.policy.actor_layouts import actor_layouts, is_allowed
+from services.scheduler.policy.actor_layouts import is_allowed
 from services.scheduler.policy.situation import Situation, Split
-from services.scheduler.policy.tide.cluster import copy_size
+from services.scheduler.policy.tide.cluster import copy_size, trainer_layouts
 from services.scheduler.state.layouts import Replica, engine_size, replica_size, replicas
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for, by_node, in_units
@@ -65,14 +65,14 @@ def _layout(situation: Situation, split: Split, before: Assignment, alive: set[G
     is_kept = kept is not None and len(kept.gpus) == split.num_trainer_gpus and alive.issuperset(kept.gpus)
     if kept is not None and is_kept and is_allowed(situation.spec, kept.layout):
         return kept.layout
-    return actor_layouts(situation, len(alive)).on(split.num_trainer_gpus)
+    return trainer_layouts(situation, len(alive)).on(split.num_trainer_gpus)
 
 
 def _placed(situation: Situation, gpus: tuple[GpuId, ...], layout: Layout | None) -> Placed | None:
     if layout is not None and len(gpus) == layout.num_ranks:
         return Placed(gpus, layout)
     # Engines keep GPUs where one of the split's was lost, so the trainer may find fewer than its share.
-    return actor_layouts(situation, len(gpus)).placed(gpus)
+    return trainer_layouts(situation, len(gpus)).placed(gpus)
 
 
 def _kept(situation: Situation, engines: list[Replica], num: int, near: set[NodeId]) -> list[Replica]:
