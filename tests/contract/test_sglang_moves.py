@@ -83,12 +83,12 @@ def test_running_and_waiting_requests_leave_at_once_without_losing_a_token_and_e
         for request in requests:
             engine.submit(replace(request, partial=made[request.id].response))
         generate_until_used(engine, used)
-        left = {generation.id: generation for generation in engine.abort()}
+        left: dict[str, Generation] = {generation.id: generation for generation in engine.abort()}
         assert list(left) == names
         for name in names:
             assert_continues(left[name].response, made[name].response, first_tokens_of(whole[name], left[name]))
         assert engine.load().num_lost_tokens == 0
-        made = dict(left)
+        made = left
     lengths = {len(made[name].response.tokens) for name in names}
     assert max(lengths) > 40
     finished = run(second, *(replace(request, partial=made[request.id].response) for request in requests))

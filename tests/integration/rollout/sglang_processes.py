@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,16 @@ class Records:
 class RecordingInstance(LocalInstance):
     records: Records
 
-    async def call(  # type: ignore[override] # an async generator, as what it calls
+    async def call(
         self, grant: Grant, call: wire.WorkerCall, *, timeout_s: float
     ) -> AsyncGenerator[wire.WorkerReply, None]:
         self.records.calls.append((grant.gpu, call.WhichOneof("body") or ""))
-        async for reply in super().call(grant, call, timeout_s=timeout_s):
-            sample = reply.generated.sample
-            if reply.HasField("generated") and sample.finish == samples_pb2.FINISH_REASON_ABORT:
-                self.records.handed_over.append((grant.gpu, decode_sample_id(sample.id), sample))
-            yield reply
+        async with aclosing(super().call(grant, call, timeout_s=timeout_s)) as replies:
+            async for reply in replies:
+                sample = reply.generated.sample
+                if reply.HasField("generated") and sample.finish == samples_pb2.FINISH_REASON_ABORT:
+                    self.records.handed_over.append((grant.gpu, decode_sample_id(sample.id), sample))
+                yield reply
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from services.rollout.engines import STARTS
+from services.rollout.engines import STARTS, STARTS_ASLEEP
 from tidegate.config.engines.embedded import Embedded
 from tidegate.config.engines.registry import DECIDES_SAMPLES, KINDS, RolloutSection, deciding, kind_of
 from tidegate.config.engines.sglang import SglangSection
@@ -14,7 +14,7 @@ from tidegate.config.engines.sglang import SglangSection
 
 def test_every_engine_of_the_config_has_a_kind_and_a_start() -> None:
     named = get_args(RolloutSection.model_fields["engine"].annotation)
-    assert sorted(KINDS) == sorted(STARTS) == sorted(named)
+    assert sorted(KINDS) == sorted(STARTS) == sorted(STARTS_ASLEEP) == sorted(named)
     assert set(DECIDES_SAMPLES) <= set(named)
 
 
