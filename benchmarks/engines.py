@@ -5,7 +5,9 @@ Both have the same random weights of a small model and generate the same greedy 
 - the server's memory: resident, summed over its processes, so that shared pages count once for each process;
 - tokens a second alone and in a batch;
 - the distance of SGLang's log-probabilities from those of the embedded engine (fp32), as long as both choose the same
-  tokens.
+  tokens;
+- what a move changes in a response (`benchmarks.engine_moves`);
+- an engine that stands by: the memory of its server, and the time from there until it can generate.
 The speeds on a CPU say nothing about SGLang on GPUs. SGLANG_PYTHON names its interpreter.
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.engine_moves import move_figures
 from benchmarks.report import Report, arguments, publish
 from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.engine import Engine, GenerationRequest, RequestId, Response, SamplingParams
@@ -72,6 +75,11 @@ def timed(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[float,
     return sum(len(response.tokens) for response in responses.values()) / seconds, responses
 
 
+def generated(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[str, Response]:
+    _, responses = timed(engine, requests)
+    return responses
+
+
 def drift(engine: EmbeddedEngine, requests: Sequence[GenerationRequest], responses: dict[str, Response]) -> list[float]:
     """|SGLang's log-probability - ours| for each token that both choose after the same tokens."""
     distances = []
@@ -111,6 +119,13 @@ def measured(python: Path, dtype: str, folder: Path) -> dict[str, float]:
         figures["alone_tokens_per_s"], _ = timed(engine, requests_of(1))
         figures["batch_tokens_per_s"], responses = timed(engine, requests_of(BATCH))
         figures["memory_bytes"] = engine.server.memory_bytes
+        figures |= move_figures(engine, requests_of(BATCH), responses, generated)
+        engine.sleep()
+        figures["standby_bytes"] = engine.server_bytes
+        began = time.perf_counter()
+        engine.wake()
+        engine.update_weights(2, weights_of(MODEL))
+        figures["wake_s"] = time.perf_counter() - began
     finally:
         engine.close()
     embedded = EmbeddedEngine(MODEL, max_running_requests=BATCH)
