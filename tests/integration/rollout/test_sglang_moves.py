@@ -23,7 +23,7 @@ from tidegate.v1 import samples_pb2, types_pb2
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-LONG = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 64}
+LONG: dict[str, Any] = {"prompts_per_iteration": 4, "group_size": 2, "max_new_tokens": 64}
 BOTH = "2,6"
 
 
