@@ -37,14 +37,12 @@ from dataclasses import dataclass, replace
 
 from services.scheduler.policy import Policy
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.homes import home_spec
+from services.scheduler.state.homes import DONORS, home_spec
 from services.scheduler.state.layouts import most_copies, replica_size, replicas, with_dp
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.units import but_for, in_units
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Layout, Role
-
-DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import Component, Suspended
 from services.scheduler.state.costs import Costs
+from services.scheduler.state.homes import DONORS
 from services.scheduler.state.layouts import comes, replica_size, stays
 from services.scheduler.state.values import Placed
 from tidegate.ownership.records import PartKind
 from tidegate.types import GpuId, Layout, Role
-
-DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,10 @@ Invariants:
   [test_manual_moves: whose_actor_cannot_get_there_is_undone]
 - Homes never share a GPU, whatever fails on the way. [test_manual_moves: homes_share_no_gpu]
 - The last request counts: it replaces a split that is not in force. [test_manual_moves: later_request_replaces]
+- A split whose resize commits is in force whole, also where a later request or a drain took its place meanwhile.
+  [test_manual_moves: is_in_force_whole]
+- A request for the actor on GPUs that a split has given to others meanwhile is dropped.
+  [test_manual_moves: given_to_others_meanwhile]
 - Drained GPUs stay drained over restarts of the actor and a resume. [test_manual_moves: stay_drained]
 """
 
@@ -26,12 +30,11 @@ from services.scheduler.evolve.admission import Refused
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Working
+from services.scheduler.state.homes import DONORS, home_spec, split_in_force
 from services.scheduler.state.layouts import comes, stays
 from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId, Role
-
-DONORS = (Role.ROLLOUT, Role.INFERENCE)
 
 
 def split_requested(state: ClusterState, body: ev.SplitRequested) -> ClusterState | Refused:
@@ -88,7 +91,7 @@ def resubmitted(state: ClusterState, spec: JobSpec) -> ManualMoves:
 
 def settled(state: ClusterState) -> ClusterState:
     """The state after what a person asked for came into force, or became impossible."""
-    return _split_settled(_actor_settled(_without_lost_wishes(state)))
+    return _without_impossible_wishes(_split_settled(_actor_settled(_without_lost_wishes(state))))
 
 
 def open_places(state: ClusterState) -> tuple[tuple[Role, Placed], ...]:
@@ -139,6 +142,25 @@ def _without_lost_wishes(state: ClusterState) -> ClusterState:
     )
 
 
+def _without_impossible_wishes(state: ClusterState) -> ClusterState:
+    """The state without requests for an actor on GPUs of others: a split has come into force since the request."""
+    spec = state.spec
+    if spec is None or (state.asked is None and state.asked_next is None):
+        return state
+    home, of_split = home_spec(state, spec), state.manual.split.get(Role.ACTOR)
+
+    def is_possible(placed: Placed | None) -> bool:
+        return placed is None or placed == of_split or resizes.fault(home, placed) is None
+
+    # The resize that is under way was checked when it was planned.
+    is_kept = state.resize() is not None or is_possible(state.asked)
+    return replace(
+        state,
+        asked=state.asked if is_kept else None,
+        asked_next=state.asked_next if is_possible(state.asked_next) else None,
+    )
+
+
 def _actor_settled(state: ClusterState) -> ClusterState:
     """The actor may get where a person asked for it without a resize: it starts or resumes there."""
     asked, at_work = state.asked, state.components[Role.ACTOR].state
@@ -149,15 +171,13 @@ def _actor_settled(state: ClusterState) -> ClusterState:
 
 
 def _split_settled(state: ClusterState) -> ClusterState:
-    manual, spec = state.manual, state.spec
-    if not manual.split or spec is None:
+    manual = state.manual
+    if not manual.split:
         return state
     actor = manual.split[Role.ACTOR]
     at_work = state.components[Role.ACTOR].state
     if state.moved == actor and isinstance(at_work, Working) and at_work.placed == actor:
-        homes = {role: manual.split[role] for role in DONORS if manual.split[role] != spec.placement[role]}
-        held = (state.incarnation, state.iteration.plan.iteration) if state.iteration else None
-        return replace(state, manual=replace(manual, split={}, homes=homes, held=held))
+        return split_in_force(state, manual.split)
     if actor in resizes.open_requests(state):
         return state
     return replace(state, manual=replace(manual, split={}))

@@ -22,7 +22,7 @@ from services.scheduler.evolve.losses import MAX_DEATHS, restart_actor
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState
 from services.scheduler.state.components import Component, Down, Suspended, Working, role_of_instance
-from services.scheduler.state.homes import home_spec
+from services.scheduler.state.homes import home_spec, split_in_force
 from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.config.checks.layouts import replicas_fault
@@ -141,9 +141,12 @@ def switched(state: ClusterState, transition: Transition, body: ev.LayoutCommitt
     if not alive:
         return restart_actor(state, why=f"all that {transition.id} brought the actor to died")
     state = state.with_component(Role.ACTOR, in_force(component, transition, body, alive))
-    # A policy's move counts for the iteration, a person's move from now on.
     target = state.targets.get(transition.id)
-    return replace(state, moved=_placed(body)) if target is not None and target.is_asked else state
+    if target is None or not target.is_asked:
+        # A policy's move counts for the iteration, a person's move from now on.
+        return state
+    # Avoid homes that share GPUs: the split counts whole, also where it was replaced or dropped meanwhile.
+    return split_in_force(state, target.split) if target.split else replace(state, moved=_placed(body))
 
 
 def in_force(

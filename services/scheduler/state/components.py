@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from services.scheduler.state.values import Placed
@@ -154,10 +155,12 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a transition is to bring its component; None: to no GPUs. `is_asked`: a person asked for it."""
+    """Where a transition is to bring its component; None: to no GPUs. `is_asked`: a person asked for it. `split`: where
+    that person wants each component once the transition is in force; empty where they asked for the actor alone."""
 
     placed: Placed | None
     is_asked: bool = False
+    split: Mapping[Role, Placed] = field(default_factory=dict)
 
 
 _ROLES = {str(role): role for role in Role}

@@ -78,6 +78,7 @@ def planned_resize(
         *(Move(gpu=grant.gpu, source=owner, target=None, planned_token=grant.token) for grant in leaving),
         *(Move(gpu=gpu, source=None, target=owner, planned_token=state.gpus[gpu].token) for gpu in coming),
     )
+    is_asked, split = placed == state.asked, state.manual.split
     return plan(
         state,
         moves,
@@ -85,7 +86,7 @@ def planned_resize(
         reason=f"the actor from {component.layout} to {target}",
         now_ms=now_ms,
         deadline_ms=change_deadline_ms(state),
-        target=Target(placed, is_asked=placed == state.asked),
+        target=Target(placed, is_asked=is_asked, split=split if is_asked and split.get(Role.ACTOR) == placed else {}),
     )
 
 

@@ -31,7 +31,7 @@ from tidegate.events import body_of
 from tidegate.types import GpuId, InstanceId, NodeId, Role
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 8
+STATE_FORMAT = 9
 """Raise it with every change of the fields of a state. Otherwise a state of the old format is read wrongly, or is
 refused for a field without a remedy."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -73,7 +74,8 @@ def test_a_split_that_the_job_is_in_moves_nothing() -> None:
     sent = len(drive.cluster.log)
     split(drive, dict(HOME))
     assert planned(drive, sent) == []
-    assert (drive.state.manual.split, drive.state.manual.homes) == ({}, {})
+    assert drive.state.manual.split == {}
+    assert home_spec(drive.state, drive.cluster.job_spec).placement == HOME
 
 
 def test_a_split_whose_actor_cannot_get_there_is_undone() -> None:
@@ -114,22 +116,99 @@ def test_a_resize_of_the_actor_alone_replaces_a_split() -> None:
     assert drive.state.manual.split == {}
 
 
+def until_its_resize_is_under_way(drive: Drive) -> ClusterState:
+    return drive.run_until(lambda state: state.resize() is not None)
+
+
+def another_split(drive: Drive) -> None:
+    split(drive, FEWER_ENGINES)
+
+
+def a_failing_split(drive: Drive) -> None:
+    split(drive, MOVED_ENGINE)
+    drive.cluster.num_failing_resizes = 1
+
+
+def an_actor_at_home(drive: Drive) -> None:
+    say(drive, ev.ResizeRequested(HOME[ACTOR]))
+
+
+def a_drain(drive: Drive) -> None:
+    drain(drive, gpu("n0", 1))
+
+
+def a_lost_gpu(drive: Drive) -> None:
+    drive.cluster.kill_worker(gpu("n0", 1))
+
+
+def nothing(drive: Drive) -> None:
+    """Only the actor dies."""
+
+
 @pytest.mark.parametrize("placement", [LARGER, SMALLER], ids=["larger", "smaller"])
+@pytest.mark.parametrize("meanwhile", [nothing, a_drain, a_lost_gpu, another_split, a_failing_split, an_actor_at_home])
 @pytest.mark.parametrize("num_steps", range(12))
-def test_homes_share_no_gpu_whatever_fails_on_the_way(placement: dict[Role, Placed], num_steps: int) -> None:
+def test_homes_share_no_gpu_whatever_fails_on_the_way(
+    placement: dict[Role, Placed], meanwhile: Callable[[Drive], None], num_steps: int
+) -> None:
     drive = running(max_actor_restarts=9)
     split(drive, placement)
     for _ in range(num_steps):
         drive.step()
-    for slot in HOME[ACTOR].gpus:
+    meanwhile(drive)
+    for slot in HOME[ACTOR].gpus if meanwhile is nothing else ():
         drive.cluster.kill_worker(slot)
-    for _ in range(400):
+    for num_done in range(400):
         homes = [
             slot for placed in home_spec(drive.state, drive.cluster.job_spec).placement.values() for slot in placed.gpus
         ]
         assert len(homes) == len(set(homes))
+        if num_done == 30:
+            # All homes have to be free for a job that starts again.
+            for slot in at_work(drive.state)[ACTOR]:
+                drive.cluster.kill_worker(slot)
         if not drive.step():
             break
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_split_whose_resize_commits_is_in_force_whole_though_a_drain_took_its_place() -> None:
+    drive = running(max_actor_restarts=9)
+    split(drive, LARGER)
+    until_its_resize_is_under_way(drive)
+    drain(drive, gpu("n0", 1))
+    assert (drive.state.asked, drive.state.manual.split) == (None, {})
+    state = drive.run_until(lambda state: state.moved is not None)
+    assert home_spec(state, drive.cluster.job_spec).placement == LARGER
+    for slot in LARGER[ACTOR].gpus:
+        drive.cluster.kill_worker(slot)
+    drive.run_until(lambda state: state.incarnation == 2 and at_work(state)[ACTOR] == set(LARGER[ACTOR].gpus))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_split_whose_resize_commits_is_in_force_whole_though_the_next_split_fails() -> None:
+    drive = running()
+    split(drive, LARGER)
+    until_its_resize_is_under_way(drive)
+    split(drive, SMALLER)
+    drive.run_until(lambda state: state.moved is not None)
+    assert home_spec(drive.state, drive.cluster.job_spec).placement == LARGER
+    assert drive.state.manual.split == SMALLER
+    drive.cluster.num_failing_resizes = 1
+    state = drive.run_until(lambda state: not state.manual.split)
+    assert home_spec(state, drive.cluster.job_spec).placement == LARGER
+    drive.run_until(is_at(LARGER))
+    assert drive.run().phase is Phase.FINISHED
+
+
+def test_a_request_for_gpus_that_a_split_has_given_to_others_meanwhile_is_dropped() -> None:
+    drive = running()
+    split(drive, SMALLER)
+    until_its_resize_is_under_way(drive)
+    say(drive, ev.ResizeRequested(HOME[ACTOR]))
+    assert drive.state.asked_next == HOME[ACTOR]
+    state = drive.run_until(is_at(SMALLER))
+    assert (state.asked, state.asked_next) == (None, None)
     assert drive.run().phase is Phase.FINISHED
 
 
