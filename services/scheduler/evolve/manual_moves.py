@@ -96,11 +96,11 @@ def settled(state: ClusterState) -> ClusterState:
 
 def open_places(state: ClusterState) -> tuple[tuple[Role, Placed], ...]:
     """Where persons asked for components that are not there yet: the actor's requests, and the others' places in the
-    split that is asked for or in force in the open iteration."""
+    split that is asked for, else in the one that is in force. A place with GPUs that nobody gets is not open."""
     actor = [(Role.ACTOR, placed) for placed in resizes.open_requests(state)]
-    wanted = state.manual.split or (state.manual.homes if is_held(state) else {})
-    others = [(role, wanted[role]) for role in DONORS if role in wanted and not _is_there(state, role, wanted[role])]
-    return (*actor, *others)
+    wanted, closed = state.manual.split or state.manual.homes, _closed(state)
+    others = [(role, wanted[role]) for role in DONORS if role in wanted and closed.isdisjoint(wanted[role].gpus)]
+    return (*actor, *((role, placed) for role, placed in others if not _is_there(state, role, placed)))
 
 
 def is_held(state: ClusterState) -> bool:
@@ -117,9 +117,14 @@ def _is_there(state: ClusterState, role: Role, placed: Placed) -> bool:
     return not comes(component, placed) and num_staying == len(component.grants)
 
 
+def _closed(state: ClusterState) -> set[GpuId]:
+    """GPUs that are drained, or that the job goes on without."""
+    return {*state.manual.drained, *(gpu for gpu, absence in state.absent.items() if absence.is_long)}
+
+
 def _without_lost_wishes(state: ClusterState) -> ClusterState:
-    """The state without requests for GPUs that are drained, or that the job goes on without."""
-    shut = {*state.manual.drained, *(gpu for gpu, absence in state.absent.items() if absence.is_long)}
+    """The state without requests for GPUs that nobody gets."""
+    shut = _closed(state)
     if not shut:
         return state
 

@@ -16,8 +16,8 @@ from tidegate.types import GpuId, Role
 class ManualMoves:
     """
     - `split`: where a person wants each of the three components, while the actor is not there yet; else empty.
-    - `homes`: where a person put the rollout and the inference. A role that is missing is at home where the config
-      places it.
+    - `homes`: where a person put the rollout and the inference, also where that is their place in the config. Without
+      a split in force it is empty, and they are at home where the config places them.
     - `held`: the (incarnation, iteration) in which the last split came into force. Until that iteration ends, no policy
       changes it.
     - `drained`: GPUs that a person took away from the job, sorted. No component gets them.

@@ -58,6 +58,30 @@ def test_each_component_gets_what_a_split_gives_it_and_the_job_ends_in_that_spli
     assert drive.run().phase is Phase.FINISHED
 
 
+def test_a_place_is_open_until_the_component_is_there_also_in_the_configs_split_and_after_its_iteration() -> None:
+    drive = running(num_iterations=3)
+    split(drive, FEWER_ENGINES)
+    drive.run_until(is_at(FEWER_ENGINES))
+    split(drive, dict(HOME))
+    assert drive.state.manual.split == {}
+    for _ in range(200):
+        if is_at(dict(HOME))(drive.state):
+            break
+        want = ((ROLLOUT, HOME[ROLLOUT]),)
+        assert open_places(drive.state) == want
+        assert open_places(replace(drive.state, iteration=None, next_iteration=1)) == want
+        drive.step()
+    assert is_at(dict(HOME))(drive.state)
+    assert open_places(drive.state) == ()
+
+
+def test_a_place_that_lost_a_gpu_to_a_drain_is_not_open() -> None:
+    drive = running()
+    split(drive, MOVED_ENGINE)
+    drain(drive, SPARE)
+    assert open_places(drive.state) == ()
+
+
 def test_gpus_are_given_up_before_another_component_claims_them() -> None:
     drive = running()
     sent = len(drive.cluster.log)
