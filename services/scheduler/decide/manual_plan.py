@@ -107,8 +107,11 @@ def _resized(actor: Component, placed: Placed | None, costs: Costs) -> PlannedSt
 
 
 def _reshard_s(before: Layout, after: Layout, costs: Costs) -> float:
-    if replace(before, dp=1) != replace(after, dp=1) or before.dp == after.dp:
+    if before == after:
         return costs.reshard_s
-    most = max(before.dp, after.dp)
-    matrix = costs.trainer_switches_s(copy_size=replica_size(before), most=most, known=(before.dp,))
+    most, size, new_size = max(before.dp, after.dp), replica_size(before), replica_size(after)
+    if replace(before, dp=1) == replace(after, dp=1):
+        matrix = costs.trainer_switches_s(copy_size=size, most=most, known=(before.dp,))
+    else:
+        matrix = costs.trainer_reshapes_s(copy_size=size, new_size=new_size, most=most)
     return float(matrix[before.dp, after.dp])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.scheduler.decide.manual_plan import planned_steps
+from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import Placed
 from tests.unit.scheduler.fake_parts import gpu
 from tests.unit.scheduler.manual_job import (
@@ -73,3 +76,16 @@ def test_a_component_that_is_to_have_no_gpus_is_suspended() -> None:
         (Role.ROLLOUT, PartKind.SUSPEND, ()),
         (Role.ACTOR, PartKind.SUSPEND, ()),
     ]
+
+
+def test_a_change_of_tp_lasts_as_long_as_policies_assume_it_does() -> None:
+    state = running().state
+    assert state.spec is not None
+    reshard = ReshardCosts(
+        setup_s=1.0, communicators_s=2.0, bytes_per_s=1e9, weight_bytes=10**9, optimizer_bytes=10**10, gpus_per_host=4
+    )
+    costs = replace(state.spec.costs, reshard=reshard)
+    state = replace(state, spec=replace(state.spec, costs=costs))
+    (step,) = planned_steps(state, {**HOME, ACTOR: Placed(HOME[ACTOR].gpus, Layout(tp=2))})
+    want_s = state.learned.costs(costs).trainer_reshapes_s(copy_size=1, new_size=2, most=2)[2, 1]
+    assert step.estimated_s == want_s != costs.reshard_s
