@@ -14,7 +14,7 @@ Invariants:
 - Homes never share a GPU, whatever fails on the way. [test_manual_moves: homes_share_no_gpu]
 - The last request counts: it replaces a split that is not in force. [test_manual_moves: later_request_replaces]
 - A split whose resize commits is in force whole, also where a later request or a drain took its place meanwhile.
-  [test_manual_moves: is_in_force_whole]
+  [test_manual_moves: though_a_drain_took_its_place] [test_manual_moves: though_the_next_split_fails]
 - A request for the actor on GPUs that a split has given to others meanwhile is dropped.
   [test_manual_moves: given_to_others_meanwhile]
 - Drained GPUs stay drained over restarts of the actor and a resume. [test_manual_moves: stay_drained]
