@@ -23,6 +23,8 @@ Invariants:
   [test_absences: before_the_first_choice_and_after]
 - No home contains a drained GPU, where each component can have a copy without it.
   [test_manual_moves: no_home_contains_a_drained_gpu]
+- Drained GPUs are used rather than gone ones, where a component would have no copy without both.
+  [test_homes: rather_than_lost_ones]
 - No home contains a gone GPU, and no GPU is in two homes. [test_homes: goes_on_without_gpus_is_at_home]
 - Every layout is one that its component can run (experts, logical shards). [test_homes: copies_that_divide_its_shards]
 - An actor that lost a copy gets a layout that the policy's `check` accepts, where there is one. Otherwise it gets a
@@ -61,20 +63,23 @@ class Home:
 
 
 def home_of(state: ClusterState, spec: JobSpec, policy: Policy) -> Home:
-    """The home of each component, without GPUs that are gone or drained. Drained GPUs are used where a component
-    would have no copy without them."""
-    home, drained = home_spec(state, spec), frozenset(state.manual.drained)
-    gone = frozenset(gpu for gpu, absence in state.absent.items() if absence.is_long)
-    left = _remaining_home(home, gone | drained, policy) if gone else None
-    if left is not None and not _waits_for_actor(state, left):
-        return Home(left, gone, drained)
-    left = without_drained(home, drained, policy) if drained else None
+    """The home of each component, without GPUs that are gone or drained. Where a component would have no copy without
+    both, drained GPUs are used. Lost ones are waited for only if that is not enough."""
+    home, gone, drained = home_spec(state, spec), gone_gpus(state), frozenset(state.manual.drained)
+    for taken in dict.fromkeys((drained, frozenset[GpuId]())) if gone else ():
+        left = remaining_home(home, gone | taken, policy)
+        if left is None:
+            continue
+        if _waits_for_actor(state, left):
+            break
+        return Home(left, gone, taken)
+    left = remaining_home(home, drained, policy) if drained else None
     return Home(home) if left is None else Home(left, drained=drained)
 
 
-def without_drained(home: JobSpec, drained: frozenset[GpuId], policy: Policy) -> JobSpec | None:
-    """Each component's home without these GPUs; None where a component would have no copy."""
-    return _remaining_home(home, drained, policy)
+def gone_gpus(state: ClusterState) -> frozenset[GpuId]:
+    """The lost GPUs that the job goes on without, if it can."""
+    return frozenset(gpu for gpu, absence in state.absent.items() if absence.is_long)
 
 
 def _waits_for_actor(state: ClusterState, home: JobSpec) -> bool:
@@ -112,7 +117,7 @@ def _accepts(policy: Policy, spec: JobSpec) -> bool:
     return True
 
 
-def _remaining_home(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
+def remaining_home(spec: JobSpec, gone: frozenset[GpuId], policy: Policy) -> JobSpec | None:
     """The job on its remaining GPUs; None where a component would have no copy.
 
     The actor has the most copies that the policy accepts, or where it accepts none, the most that there can be. An

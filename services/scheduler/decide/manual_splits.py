@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.scheduler.decide.homes import home_of, without_drained
+from services.scheduler.decide.homes import gone_gpus, home_of, remaining_home
 from services.scheduler.evolve import resizes
 from services.scheduler.evolve.manual_moves import drained_fault, split_fault
 from services.scheduler.policy import Policy
@@ -26,7 +26,6 @@ from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.units import but_for, in_units
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.config.checks.layouts import replicas_fault
-from tidegate.ownership.records import GpuState
 from tidegate.short_lists import first_few
 from tidegate.types import GpuId, Layout, NodeId, Role, node_of
 
@@ -61,6 +60,9 @@ def migration_of(
     base = _base(state, policy)
     if len(leaving) != len(coming) or not leaving:
         raise MoveRefused(f"{len(leaving)} GPUs go to {len(coming)}; name as many that come as leave")
+    for named, to in ((leaving, "--from"), (coming, "--to")):
+        if twice := sorted({gpu for gpu in named if named.count(gpu) > 1}):
+            raise MoveRefused(f"{to} names {', '.join(twice)} twice; name each GPU once")
     roles = {role for role in Role if set(leaving) <= set(base[role].gpus)}
     if not roles:
         at_home = "; ".join(f"{role}: {first_few(base[role].gpus, most=8)}" for role in Role)
@@ -112,21 +114,25 @@ def drained_by(state: ClusterState, policy: Policy, targets: Iterable[str], *, i
             listed = ", ".join(state.manual.drained) or "none"
             raise MoveRefused(f"{', '.join(strange)}: not drained; drained are {listed}")
         return gpus
-    if without_drained(home_spec(state, spec), frozenset(drained.union(gpus)), policy) is None:
+    closed = frozenset(drained.union(gpus)) | gone_gpus(state)
+    if remaining_home(home_spec(state, spec), closed, policy) is None:
         raise MoveRefused(_no_copy_left(state, policy, gpus))
     return gpus
 
 
 def _no_copy_left(state: ClusterState, policy: Policy, gpus: tuple[GpuId, ...]) -> str:
-    spec, drained = _spec(state), frozenset(state.manual.drained)
+    spec, gone = _spec(state), gone_gpus(state)
+    closed = gone.union(state.manual.drained)
     home = home_spec(state, spec)
     sizes = ", ".join(f"{role} {len(home.placement[role].gpus)}" for role in Role)
-    rest = len(set(spec.gpus).difference(drained, gpus))
+    rest = len(set(spec.gpus).difference(closed, gpus))
     # The actor gives up its GPUs for no other component, so which GPUs are left matters, not their number alone.
-    others = [gpu for gpu in spec.gpus if gpu not in drained]
-    works = [gpu for gpu in others if without_drained(home, drained | {gpu}, policy) is not None]
+    others = but_for(spec.gpus, closed)
+    works = [gpu for gpu in others if remaining_home(home, closed | {gpu}, policy) is not None]
     remedy = f"each of these alone can be: {first_few(works, most=8)}" if works else "no other GPU can be either"
-    lacks = f"without {', '.join(gpus)} the job has {rest} GPUs, and a component would have no copy (home: {sizes})"
+    lost = f" and the lost {', '.join(sorted(gone))}" if gone else ""
+    without = f"without {', '.join(gpus)}{lost} the job has {rest} GPUs"
+    lacks = f"{without}, and a component would have no copy (home: {sizes})"
     return f"{lacks}; {remedy}"
 
 
@@ -146,8 +152,7 @@ def _base(state: ClusterState, policy: Policy) -> dict[Role, Placed]:
 
 def _to_be_had(state: ClusterState) -> list[GpuId]:
     """The job's GPUs that are not drained and not gone."""
-    gone = {gpu for gpu, absence in state.absent.items() if absence.is_long}
-    return but_for(_spec(state).gpus, {*state.manual.drained, *gone})
+    return but_for(_spec(state).gpus, gone_gpus(state).union(state.manual.drained))
 
 
 def _nodes(state: ClusterState, role: Role) -> set[NodeId]:
@@ -286,4 +291,4 @@ class _Choosing:
 
     def _is_free(self, gpu: GpuId) -> bool:
         record = self._state.gpus.get(gpu)
-        return record is not None and record.state is GpuState.FREE
+        return record is not None and resizes.is_free(record)

@@ -13,6 +13,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Absence, Component, Suspended, Working
 from services.scheduler.state.layouts import replicas
+from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tests.unit.scheduler.fake_parts import JOB, gpu
@@ -233,3 +234,12 @@ def test_where_an_assignment_would_leave_a_component_without_gpus_all_components
     gone = frozenset(gpus(8, 9))
     spec = home(lost(SPEC, gpus(8, 9))).spec
     assert without(assigned, spec, gone, ANY) == as_configured(spec)
+
+
+def test_drained_gpus_are_used_rather_than_lost_ones_where_both_together_leave_no_copy() -> None:
+    actor, rollout = (SPEC.placement[role].gpus for role in (Role.ACTOR, Role.ROLLOUT))
+    gone, drained = (*actor[:2], *rollout[:2]), (*actor[2:], *rollout[2:])
+    state = replace(lost(SPEC, gone), manual=ManualMoves(drained=drained))
+    found = home(state)
+    assert (found.gone, found.drained) == (frozenset(gone), frozenset())
+    assert frozenset(gone).isdisjoint(slot for placed in found.spec.placement.values() for slot in placed.gpus)

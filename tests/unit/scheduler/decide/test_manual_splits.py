@@ -182,6 +182,8 @@ UNMOVED: dict[str, tuple[tuple[GpuId, ...], tuple[GpuId, ...], str]] = {
     "a part of a copy": (slots("n0/2"), slots("n0/3"), "n0/2, n1/2 are one copy of the inference and move together"),
     "of two components": (slots("n0/0", "n0/1"), slots("n0/3", "n1/3"), "not at home with one component (actor: n0/0"),
     "from a free one": (slots("n0/3"), slots("n1/1"), "n0/3: not at home with one component"),
+    "the same one twice": (slots("n0/2", "n0/2"), slots("n0/3", "n1/3"), "--from names n0/2 twice; name each GPU once"),
+    "to the same one": (slots("n0/2", "n1/2"), slots("n0/3", "n0/3"), "--to names n0/3 twice; name each GPU once"),
     "other numbers": (slots("n0/0", "n1/0"), slots("n0/3"), "2 GPUs go to 1; name as many that come as leave"),
 }
 
@@ -221,3 +223,16 @@ def test_a_drain_that_cannot_be_is_refused_with_what_works(running: ClusterState
     targets, undo, want = UNDRAINED[case]
     with pytest.raises(MoveRefused, match=re.escape(want)):
         drained(running, *targets, undo=undo)
+
+
+def test_a_drain_that_leaves_no_copy_beside_lost_gpus_is_refused(running: ClusterState) -> None:
+    lost = slots("n0/0", "n0/1", "n0/2")
+    state = replace(running, absent={slot: Absence(running.gpus[slot].token, 1, is_long=True) for slot in lost})
+    want = "without n1/0, n1/1 and the lost n0/0, n0/1, n0/2 the job has 3 GPUs"
+    with pytest.raises(MoveRefused, match=want) as refused:
+        drained(state, "n1/0", "n1/1")
+    assert drained(running, "n1/0", "n1/1") == slots("n1/0", "n1/1")
+    named = re.search(r"each of these alone can be: (.+)$", str(refused.value))
+    assert named is not None, refused.value
+    for works in named[1].split(", "):
+        assert drained(state, works) == slots(works)
