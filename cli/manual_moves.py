@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import jobs
-from cli.manual_waits import Goal, Place, until_applied, until_reached
+from cli.manual_waits import Goal, Place, held_of, until_applied, until_given_back, until_reached
 from cli.rows import Form, Row, answer_text, table, written
 from cli.usage import BadUsage
 from tidegate.codec import decode_layout
@@ -74,15 +74,15 @@ async def drain(job: str, targets: list[str], output_dir: Path, manner: Manner, 
     if manner.is_dry or undo:
         return await asked("drain", folder, move, manner, what=_undone(move) if undo else "")
     leaving = {gpu for step in move.steps for gpu in step.leaves}
-    if manner.waits and leaving:
-        goal = Goal(drained=frozenset(move.drained_gpus))
-        await until_reached(folder, goal, sequence=move.stream_sequence)
+    goal = Goal(drained=frozenset(move.drained_gpus))
+    if manner.waits:
+        await until_given_back(folder, goal, sequence=move.stream_sequence)
+        held = []
     else:
         await until_applied(folder, move.stream_sequence)
-    is_over = manner.waits or not leaving
-    how = (
-        "nobody has them" if is_over else f"{first_few(sorted(leaving), most=8)} are given back as soon as they can be"
-    )
+        held = sorted(leaving) or await held_of(folder, goal.drained)
+    is_over = not held
+    how = "nobody has them" if is_over else f"{first_few(held, most=8)} are given back as soon as they can be"
     text = f"job {job}: drained by hand: {', '.join(move.drained_gpus)}; {how}; --undo gives them back to the job"
     print(answer_text(_row("drain", folder, move, "drained" if is_over else "accepted"), text, manner.form))
     return 0

@@ -9,12 +9,16 @@ Invariants:
 - When a wait ends, the scheduler knows of the move, and a next command builds on it.
   [test_scaling: ends_once_the_scheduler_has_applied]
 - A move that did not happen ends the wait with the reason. [test_scaling: that_failed_ends_with_1]
+- A drain of GPUs that the job uses after all ends the wait with that reason.
+  [test_manual_commands: uses_after_all]
+- A wait for a drain does not end while an open transition holds a GPU of it.
+  [test_manual_commands: in_an_open_transition]
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -24,6 +28,7 @@ from tidegate.events import is_figure
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.outcome import role_name
+from tidegate.ownership.records import GpuState
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.types import Layout
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
@@ -73,10 +78,14 @@ class Goal:
             return f"{', '.join(sorted(self.drained))} were not given back"
         return "its components did not get to " + "; ".join(f"{place.role} {place}" for place in self.places)
 
+    def used_of(self, status: control_pb2.GetJobResponse) -> list[str]:
+        """The drained GPUs that the scheduler decided to use after all."""
+        return sorted(self.drained.intersection(status.used_drained_gpus))
+
     def is_open(self, status: control_pb2.GetJobResponse) -> bool:
         """Whether the scheduler still brings it about."""
         if self.drained:
-            return self.drained <= set(status.drained_gpus)
+            return self.drained <= set(status.drained_gpus) and not self.used_of(status)
         asked = [Place.of(place) for place in status.open_places]
         return any(place in asked for place in self.places)
 
@@ -146,6 +155,27 @@ async def until_reached(folder: JobFolder, goal: Goal, *, sequence: int) -> None
     raise NotMoved(f"job {folder.root.name}: {goal.failure}: {why}")
 
 
+async def until_given_back(folder: JobFolder, goal: Goal, *, sequence: int) -> None:
+    """Returns when nobody has the drained GPUs. One in an open transition goes where that brings it, and then back.
+    Raises as `until_reached`."""
+    await until_reached(folder, goal, sequence=sequence)
+    while await held_of(folder, goal.drained):
+        await asyncio.sleep(_APPLIES_S)
+        await until_reached(folder, goal, sequence=sequence)
+
+
+async def held_of(folder: JobFolder, gpus: Collection[str]) -> list[str]:
+    """Those of the GPUs that a component owns or an open transition holds; none once the job is over."""
+    try:
+        async with control_of(folder) as control:
+            rows = (await control.ListGpus(control_pb2.ListGpusRequest())).gpus
+    except (NotRunning, PeerUnavailable):
+        if not job_streams.goes_on_or_is_over(folder):
+            raise
+        return [] if folder.result.exists() else sorted(gpus)
+    return [row.gpu for row in rows if row.gpu in gpus and (row.state == GpuState.OWNED or row.transition_id)]
+
+
 async def until_applied(folder: JobFolder, sequence: int) -> None:
     """Returns when the scheduler has applied the events up to this one: the next command builds on its state. It waits
     `_APPLIED_S` at most: a scheduler that starts again applies them later."""
@@ -178,6 +208,8 @@ async def _has_ended(folder: JobFolder, course: _Course) -> bool:
             raise
         return folder.result.exists()
     course.start(status)
+    if course.goal.used_of(status):
+        course.why = "a component would have no copy without them, so it uses them"
     return status.applied_sequence >= course.sequence and not course.goal.is_open(status)
 
 

@@ -59,6 +59,7 @@ class GetJobResponse(_message.Message):
     OPEN_RESIZES_FIELD_NUMBER: _builtins.int
     OPEN_PLACES_FIELD_NUMBER: _builtins.int
     DRAINED_GPUS_FIELD_NUMBER: _builtins.int
+    USED_DRAINED_GPUS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     phase: _builtins.str
@@ -93,6 +94,10 @@ class GetJobResponse(_message.Message):
     def drained_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The GPUs that a person took away from the job. No policy gives them to a component."""
 
+    @_builtins.property
+    def used_drained_gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that components use after all: one would have no copy without them."""
+
     def __init__(
         self,
         *,
@@ -112,10 +117,11 @@ class GetJobResponse(_message.Message):
         open_resizes: _abc.Iterable[Global___ActorPlace] | None = ...,
         open_places: _abc.Iterable[_types_pb2.RolePlace] | None = ...,
         drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
+        used_drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "drained_gpus", b"drained_gpus", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_places", b"open_places", "open_resizes", b"open_resizes", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "drained_gpus", b"drained_gpus", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_places", b"open_places", "open_resizes", b"open_resizes", "phase", b"phase", "used_drained_gpus", b"used_drained_gpus", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -102,6 +102,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ],
             open_places=manual_requests.encode_places(open_places(state)),
             drained_gpus=state.manual.drained,
+            used_drained_gpus=manual_requests.used_drained(state, self._policy),
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:

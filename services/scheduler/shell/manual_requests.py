@@ -86,6 +86,14 @@ def _placement_after(state: ClusterState, after: ClusterState, policy: Policy) -
     return {role: _present(state, role) for role in Role}
 
 
+def used_drained(state: ClusterState, policy: Policy) -> tuple[GpuId, ...]:
+    """The drained GPUs that components may use after all, because one would have no copy without them."""
+    if state.spec is None or not state.manual.drained:
+        return ()
+    given_back = home_of(state, state.spec, policy).drained
+    return tuple(gpu for gpu in state.manual.drained if gpu not in given_back)
+
+
 def _present(state: ClusterState, role: Role) -> Placed | None:
     component = state.components[role]
     gpus = tuple(grant.gpu for grant in component.grants)

@@ -52,8 +52,9 @@ def status(
     applied: int,
     still: list[types_pb2.RolePlace] | None = None,
     drained: list[str] | None = None,
+    used: list[str] | None = None,
 ) -> control_pb2.GetJobResponse:
-    """Where the components are, and the places that are `still` open."""
+    """Where the components are, the places that are `still` open, and the drained GPUs that are `used` after all."""
     components = [
         control_pb2.ComponentStatus(role=each.role, state="up", layout=each.layout, grants=grants(*each.gpus))
         for each in at_work
@@ -65,6 +66,7 @@ def status(
         applied_sequence=applied,
         open_places=still,
         drained_gpus=drained,
+        used_drained_gpus=used,
     )
 
 

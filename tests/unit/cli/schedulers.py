@@ -91,7 +91,7 @@ class MovingScheduler(LeavingScheduler):
     """Accepts a manual move as event 2, or refuses it. Then it has the `status`, and sends the rows of its `course`.
 
     A None in the course is a scheduler that starts again: the stream breaks there, once. With an `End` the job ends.
-    After its course the stream stays open.
+    After its course the stream stays open. `gpus`: the store's GPUs, by the question; the last answer stays.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class MovingScheduler(LeavingScheduler):
         move: control_pb2.ManualMove | None = None,
         status: control_pb2.GetJobResponse | None = None,
         refusal: tuple[grpc.StatusCode, str, str] | None = None,
+        gpus: list[list[control_pb2.GpuStatus]] | None = None,
     ) -> None:
         super().__init__(folder)
         self._course = list(course)
         self._move = move or control_pb2.ManualMove()
         self._status = status or control_pb2.GetJobResponse(job="small", phase="running")
         self._refusal = refusal
+        self._gpus = gpus or [[]]
         self.asked: list[Any] = []
         self.num_behind = 0
         """So many answers do not have the last events yet."""
@@ -120,6 +122,10 @@ class MovingScheduler(LeavingScheduler):
         else:
             status.applied_sequence = max(status.applied_sequence, self._num_sent)
         return status
+
+    async def ListGpus(self, request: Any, context: Any) -> control_pb2.ListGpusResponse:
+        rows = self._gpus.pop(0) if len(self._gpus) > 1 else self._gpus[0]
+        return control_pb2.ListGpusResponse(gpus=rows)
 
     async def ScaleJob(self, request: Any, context: Any) -> control_pb2.ScaleJobResponse:
         return control_pb2.ScaleJobResponse(move=await self._answer(request, context))

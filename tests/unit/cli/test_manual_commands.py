@@ -15,6 +15,7 @@ from tests.unit.cli.schedulers import MovingScheduler
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claim_folder
 from tidegate.types import Layout
+from tidegate.v1 import control_pb2
 
 ENGINES = place("rollout", Layout(dp=2), "n0/1", "n0/3")
 MIGRATES = move(
@@ -92,6 +93,34 @@ async def test_a_wait_for_a_drain_that_was_undone_ends_with_1(
     scheduler = MovingScheduler(folder, move=DRAINS, status=status(TWO, applied=5))
     assert await commanded(folder, scheduler, "drain", "n0/2", "--wait") == 1
     assert "job small: n0/2 were not given back: " in capsys.readouterr().err
+
+
+async def test_a_wait_for_a_drain_of_gpus_that_the_job_uses_after_all_ends_with_1_and_the_reason(
+    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (list(DRAINS.steps), []):
+        of = status(TWO, applied=5, drained=["n0/2"], used=["n0/2"])
+        scheduler = MovingScheduler(folder, move=move(steps=steps, drained=["n0/2"]), status=of)
+        assert await commanded(folder, scheduler, "drain", "n0/2", "--wait") == 1
+        why = "a component would have no copy without them, so it uses them"
+        assert f"job small: n0/2 were not given back: {why}" in capsys.readouterr().err
+
+
+async def test_a_drain_of_a_gpu_in_an_open_transition_does_not_say_that_nobody_has_it(
+    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comes = control_pb2.GpuStatus(gpu="n0/2", state="acquiring", transition_id="small/t7")
+    free = control_pb2.GpuStatus(gpu="n0/2", state="free")
+    drains = move(steps=[], drained=["n0/2"])
+    at_work = status(place("rollout", Layout(), "n0/1"), applied=2, drained=["n0/2"])
+    scheduler = MovingScheduler(folder, move=drains, status=at_work, gpus=[[comes]])
+    assert await commanded(folder, scheduler, "drain", "n0/2") == 0
+    assert "n0/2 are given back as soon as they can be" in capsys.readouterr().out
+    asked = [[comes], [comes], [free]]
+    scheduler = MovingScheduler(folder, move=drains, status=at_work, gpus=asked)
+    assert await commanded(folder, scheduler, "drain", "n0/2", "--wait") == 0
+    assert asked == [[free]]
+    assert "nobody has them" in capsys.readouterr().out
 
 
 async def test_an_undo_says_what_is_still_drained(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,3 +159,12 @@ async def test_a_job_says_which_places_persons_asked_for_are_open_and_which_gpus
         of.state = at_home(running().state)
         status = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
         assert (list(status.open_places), list(status.drained_gpus)) == ([], ["n0/3"])
+
+
+async def test_a_job_says_which_drained_gpus_it_uses_after_all(tmp_path: Path) -> None:
+    state = running().state
+    async with controlled(tmp_path) as of:
+        for drained, want in (((SPARE,), []), (tuple(sorted(state.gpus)), sorted(state.gpus))):
+            of.state = replace(state, manual=ManualMoves(drained=drained))
+            status = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
+            assert list(status.used_drained_gpus) == want
