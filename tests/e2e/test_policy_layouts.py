@@ -92,7 +92,8 @@ def static(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("policy", ["collocated", pytest.param("tide", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["collocated", "tide"])
 async def test_an_actor_whose_tp_a_policy_changes_ends_with_the_weights_of_the_static_job_within_rounding(
     policy: str, static: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
