@@ -103,6 +103,13 @@ def open_places(state: ClusterState) -> tuple[tuple[Role, Placed], ...]:
     return (*actor, *((role, placed) for role, placed in others if not _is_there(state, role, placed)))
 
 
+def with_split_under_way(state: ClusterState) -> ClusterState:
+    """The state in which the split is in force whose resize is under way; the state itself without such a resize."""
+    transition = state.resize()
+    target = state.targets.get(transition.id) if transition is not None else None
+    return split_in_force(state, target.split) if target is not None and target.split else state
+
+
 def is_held(state: ClusterState) -> bool:
     """Whether a split came into force in the open iteration."""
     iteration = state.iteration

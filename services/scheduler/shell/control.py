@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.scheduler.evolve import resizes
-from services.scheduler.evolve.manual_moves import open_places
+from services.scheduler.evolve.manual_moves import open_places, with_split_under_way
 from services.scheduler.policy import Policy
 from services.scheduler.shell import manual_requests
 from services.scheduler.state.cluster_state import ClusterState, Phase
@@ -160,8 +160,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise ResizeRefused(fault)
         gpus = tuple(GpuId(gpu) for gpu in request.gpus)
         placed = Placed(gpus, layout) if gpus else resizes.target(state, layout)
-        if (fault := resizes.fault(home_spec(state, state.spec), placed)) is not None:
-            raise ResizeRefused(fault)
+        # A split whose resize is under way ends first: it comes into force or fails, and both must leave these GPUs.
+        for home in (home_spec(state, state.spec), home_spec(with_split_under_way(state), state.spec)):
+            if (fault := resizes.fault(home, placed)) is not None:
+                raise ResizeRefused(fault)
         wire_layout, in_force = encode_layout(placed.layout), resizes.is_in_force(state, placed)
         # Publish in both cases: an actor that a policy put there is at home there from now on.
         sequence = await self._publish(request.job, events_pb2.ResizeRequested(layout=wire_layout, gpus=placed.gpus))

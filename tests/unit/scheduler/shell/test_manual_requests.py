@@ -19,7 +19,7 @@ from services.scheduler.state.manual_moves import ManualMoves
 from services.scheduler.state.values import Placed
 from tests.component_bench import JOB
 from tests.unit.scheduler.fake_parts import gpu
-from tests.unit.scheduler.manual_job import HOME, ROLLOUT, SPARE, running
+from tests.unit.scheduler.manual_job import HOME, ROLLOUT, SMALLER, SPARE, running, split
 from tests.unit.scheduler.shell.controlled import Controlled, controlled
 from tidegate.codec import encode_layout
 from tidegate.ports.rpc import PeerRefused
@@ -168,3 +168,16 @@ async def test_a_job_says_which_drained_gpus_it_uses_after_all(tmp_path: Path) -
             of.state = replace(state, manual=ManualMoves(drained=drained))
             status = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB))
             assert list(status.used_drained_gpus) == want
+
+
+async def test_a_resize_of_the_actor_to_gpus_that_a_split_under_way_gives_to_others_is_refused(tmp_path: Path) -> None:
+    drive = running()
+    split(drive, SMALLER)
+    state = drive.run_until(lambda state: state.resize() is not None)
+    async with controlled(tmp_path) as of:
+        of.state = state
+        with pytest.raises(PeerRefused, match="n1/0: no slot of the actor, whose slots are n0/0, n0/3"):
+            await of.stub.ResizeActor(
+                control_pb2.ResizeActorRequest(job=JOB, layout=encode_layout(Layout(dp=2)), gpus=["n0/0", "n1/0"])
+            )
+        assert await published(of) == []
