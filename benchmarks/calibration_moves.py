@@ -39,7 +39,7 @@ NUM_RUNS, NUM_RUNS_QUICK = 5, 1
 QUICK = ("algorithm.iterations=1", "cluster.pace.time_scale=0.05")
 GOAL = "<= 0.15"
 FIRST_LAW_SEED = 100
-"""Of the lengths of the run to fit to. The others follow."""
+"""The seed of the lengths in the run to fit to. The others follow."""
 NUM_DRAWS = 25
 """Simulated iterations for a policy. Their median moves by some 3 % from one set of draws to another."""
 

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import errno
 import os
-import re
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complet
 FAILED = 1
 BAD_USAGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -237,7 +235,7 @@ def _add_explaining(
 
 
 def _count(text: str) -> int:
-    if not _NUMBER.fullmatch(text):
+    if not manual_arguments.NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number of at most nine digits")
     return int(text)
 

@@ -19,7 +19,7 @@ from cli.usage import BadUsage
 from tidegate.config.base import MAX_GPUS
 from tidegate.types import Layout, Role
 
-_NUMBER = re.compile(r"[0-9]{1,9}")
+NUMBER = re.compile(r"[0-9]{1,9}")
 _GPU = re.compile(r"[a-z0-9-]+/[0-9]+")
 
 
@@ -70,7 +70,7 @@ def wish_of(args: argparse.Namespace) -> Wish:
 
 
 def _size(text: str) -> int:
-    if not (_NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_GPUS):
+    if not (NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_GPUS):
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number of GPUs from 1 to {MAX_GPUS:,}")
     return int(text)
 
@@ -84,7 +84,7 @@ def _layout(text: str) -> Layout:
         if axis not in known or axis in sizes:
             fault = f"{axis} is named twice" if axis in sizes else f"{reprlib.repr(axis)} is no axis"
             raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
-        if not (_NUMBER.fullmatch(size) and 1 <= int(size) <= MAX_GPUS):
+        if not (NUMBER.fullmatch(size) and 1 <= int(size) <= MAX_GPUS):
             fault = f"{axis}={reprlib.repr(size)} is not a whole number from 1 to {MAX_GPUS:,}"
             raise argparse.ArgumentTypeError(f"{wrong}: {fault}")
         sizes[axis] = int(size)

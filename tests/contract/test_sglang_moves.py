@@ -101,7 +101,7 @@ def first_tokens_of(whole: Generation, part: Generation) -> Response:
 
 
 def test_the_lost_tokens_of_a_retracted_request_are_counted(pair: tuple[SglangEngine, SglangEngine]) -> None:
-    """Of three running requests, the server retracts all and takes two back beside one that waited.
+    """The server retracts all of three running requests, and takes two back beside one that waited.
 
     The versions tell how many tokens those two had by then, and the KV cache how many all three had."""
     engine, _ = pair

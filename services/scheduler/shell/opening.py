@@ -22,8 +22,8 @@ from tidegate.ports.store import Store
 from tidegate.types import InstanceId
 
 LIMIT_S = 5.0
-"""Of one start. Five restarts with their pauses must fit the launcher's minute (`launcher.services._MAX_RESTARTS`), or
-a scheduler whose store never answers would be started again for ever."""
+"""The limit of one start. Five restarts with their pauses must fit the launcher's minute
+(`launcher.services._MAX_RESTARTS`). Otherwise a scheduler whose store never answers would be started for ever."""
 RETRY_S = 0.2
 
 
