@@ -1,7 +1,7 @@
 """The embedded engine: the `Engine` protocol in this process, on one device, in fp32.
 
-A step either runs the tokens of newly admitted sequences, or one token of each running sequence. Then it draws a token
-for each. Steps happen only inside `poll`, so a pause, an abort or a weight update is always between two tokens.
+A step runs the tokens of newly admitted sequences, and the last token of each sequence that ran before. Then it draws a
+token for each. Steps happen only inside `poll`, so a pause, an abort or a weight update is always between two tokens.
 
 Under a pace, a step computes at once and stays open until its modelled end. Its tokens are in the sequences already,
 and no other step begins. A poll waits for the end, as long as it may; the next one goes on with it. What the step
@@ -22,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -44,6 +44,7 @@ from services.rollout.engine import (
 )
 from services.rollout.requests import check_request
 from tidegate.model_config import ModelConfig
+from tidegate.pace.law import PaceLaw
 from tidegate.runtime.pacer import PacedStep, Pacer
 
 
@@ -171,27 +172,37 @@ class EmbeddedEngine:
             self._open.is_counted = False
 
     def _step(self) -> PacedStep:
-        """Make one token of each sequence that is new, or else of each that runs."""
+        """Make one token of each sequence: new ones run their prompt, the others their last token."""
         weights, cache = self._ready()
-        if sequences := self._batch.admit():
-            segments = [_segment(sequence) for sequence in sequences]
-            num_tokens = sum(len(segment.tokens) for segment in segments)
-            step = self._pacer.begin(lambda law: law.prefill_s(num_tokens))
-            for segment in segments:
+        going = self._batch.running()
+        new = self._batch.admit()
+        segments = [_segment(sequence) for sequence in going]
+        prompts = [_segment(sequence) for sequence in new]
+        num_prompt_tokens = sum(len(segment.tokens) for segment in prompts)
+        num_cached = sum(segment.start for segment in segments)
+
+        def modelled_s(law: PaceLaw) -> float:
+            decode_s = law.decode_s(num_sequences=len(going), num_kv_tokens=num_cached) if going else 0.0
+            return law.prefill_s(num_prompt_tokens) + decode_s
+
+        step = self._pacer.begin(modelled_s)
+        if new:
+            for segment in prompts:
                 cache.clear(segment.slot)
-            logits_NV = self._decoder.prefill(weights, cache, segments)
-        else:
-            sequences = self._batch.running()
-            segments = [_segment(sequence) for sequence in sequences]
-            num_cached = sum(segment.start for segment in segments)
-            step = self._pacer.begin(lambda law: law.decode_s(num_sequences=len(segments), num_kv_tokens=num_cached))
-            logits_NV = self._decoder.decode(weights, cache, segments)
+            self._draw(new, prompts, self._decoder.prefill(weights, cache, prompts), weights.version)
+        if going:
+            self._draw(going, segments, self._decoder.decode(weights, cache, segments), weights.version)
+        return step
+
+    def _draw(
+        self, sequences: Collection[Sequence], segments: Collection[Segment], logits_NV: torch.Tensor, version: int
+    ) -> None:
+        """Draw the next token of each sequence. The logits are those after its segment, which is in the cache now."""
         draws = [Draw(sequence.request.sampling, position=len(sequence.tokens)) for sequence in sequences]
         tokens, log_probs = draw_tokens(logits_NV, draws)
         for sequence, segment, token, log_prob in zip(sequences, segments, tokens, log_probs, strict=True):
             sequence.num_cached += len(segment.tokens)
-            sequence.append(token, log_prob=log_prob, version=weights.version)
-        return step
+            sequence.append(token, log_prob=log_prob, version=version)
 
     def _take_finished(self) -> tuple[Generation, ...]:
         return tuple(self._batch.remove(self._batch.finished()))

@@ -48,6 +48,19 @@ def test_a_response_takes_the_modelled_time_of_its_steps() -> None:
     assert len(counts) == NUM_TOKENS
 
 
+def test_a_prompt_that_comes_runs_in_one_step_with_those_that_run() -> None:
+    hands, counts = Hands(), list[Mapping[str, int]]()
+    engine = paced_engine(hands, counts)
+    engine.submit(request_of("a"))
+    engine.poll(wait_s=LAW.prefill_s(len(PROMPT)))
+    engine.submit(request_of("b"))
+    began_s = hands.now_s
+    engine.poll(wait_s=LAW.prefill_s(len(PROMPT)) + decode_s(1, num_made=1))
+    assert hands.now_s - began_s == pytest.approx(LAW.prefill_s(len(PROMPT)) + decode_s(1, num_made=1))
+    assert len(counts) == 2
+    assert {"a": 2, "b": 1}.items() <= dict(engine.lengths()).items()
+
+
 def test_a_poll_waits_no_longer_than_it_may() -> None:
     hands, counts = Hands(), list[Mapping[str, int]]()
     engine = paced_engine(hands, counts)
