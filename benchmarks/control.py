@@ -4,9 +4,9 @@
    and gRPC. `alone` has no other events, `busy` has 1,000 progress events a second (`control_events`). The figures are
    the larger of the two cases.
 2. The scheduler's CPU while the iterations of a real job run, of one core; the median of the iterations. The job is
-   `examples/paced.yaml` on four modelled slots under `tide`, at a fifth of the time of its GPUs.
-3. The moves of slots from the rollout to the actor in that job, from the decision to the first step, by part
-   (`control_moves`). `move_s` is the median of all parts together, `move_decide_and_tell_s` of the scheduler's part.
+   `examples/paced.yaml` with twice the prompts, under `tide`, at a fifth of the time of its GPUs.
+3. The moves of slots to the actor in that job, from the decision to the first step, by part (`control_moves`).
+   `move_s` is the median of all parts together, `move_decide_and_tell_s` of the scheduler's part.
 
 `--quick`: few events, and a short job.
 """
@@ -44,9 +44,9 @@ def event_cases(*, is_quick: bool) -> list[dict[str, Any]]:
 
 
 def job_figures(ran: Ran) -> dict[str, float]:
-    """RuntimeError where no slot went from the rollout to the actor."""
+    """RuntimeError where no slot went to the actor."""
     if not ran.moves:
-        raise RuntimeError("no slot moved from the rollout to the actor")
+        raise RuntimeError("no slot moved to the actor")
     return {
         "scheduler_cpu_share": median(ran.cpu_shares),
         "move_s": median(each.total_s for each in ran.moves),

@@ -66,6 +66,8 @@ def config_of(name: str, folder: Path, servers: ServersSection) -> JobConfig:
                 "max_new_tokens": 64,
             },
             "actor": {"learning_rate": 1e-3, "layout": {"dp": 2}},
+            # Its leads publish no pictures on which a policy could decide.
+            "scheduler": {"policy": "static"},
             "servers": servers.model_dump(),
         }
     )

@@ -20,13 +20,9 @@ from tidegate.job import JobFolder
 
 PACED = Path(__file__).resolve().parent.parent / "examples" / "paced.yaml"
 CHANGES = (
-    # A slot that leaves the rollout is a slot that the actor gets: no layout in between.
-    "cluster.nodes={n0: 4}",
-    "cluster.component_placement={actor: '0', rollout: '1-2', inference: '3'}",
-    "actor.layout.dp=1",
-    "cluster.pace.cores_per_slot=0.2",
     "cluster.pace.time_scale=0.2",
-    "algorithm.prompts_per_iteration=16",
+    "algorithm.prompts_per_iteration=32",
+    "actor.max_tokens_per_microbatch=256",
     "scheduler.policy=tide",
     "scheduler.tide.least_gain_s=0.3",
 )

@@ -1,10 +1,10 @@
-"""The parts of a move of slots from the rollout to the actor, from the records of a finished job.
+"""The parts of a move of slots from the rollout or the inference to the actor, from the records of a finished job.
 
-A move is two transitions: the rollout releases the slots, then the actor takes them. Its moments, on one machine's
+A move is two transitions: the giver releases the slots, then the actor takes them. Its moments, on one machine's
 clock:
 
     decided     the scheduler's turn that plans the release          moves.jsonl
-    asked       the rollout's lead has taken the command             CommandAnswered
+    asked       the giver's lead has taken the command             CommandAnswered
     released    the slots are free                                   GpusReleased
     called      the actor's lead has taken the command               CommandAnswered
     switched    the actor's layout is in force                       LayoutCommitted, with the reshard's own parts
@@ -39,6 +39,7 @@ class SlotMove:
     """Seconds. `reshard` has the parts that the actor reported of its switch; of a resume too."""
 
     transition: str
+    giver: str
     num_slots: int
     decide_and_tell_s: float
     drain_s: float
@@ -55,6 +56,7 @@ class SlotMove:
         reshard = {f"switch_{part}_s": seconds for part, seconds in sorted(self.reshard.items()) if seconds}
         return {
             "transition": self.transition,
+            "giver": self.giver,
             "num_slots": self.num_slots,
             **{f"{name}_s": seconds for name, seconds in parts.items()},
             **reshard,
@@ -129,7 +131,7 @@ def from_log(lines: Sequence[Line]) -> tuple[list[Planned], frozenset[str], list
 
 
 def slot_moves(records: Records) -> list[SlotMove]:
-    """The moves whose slots all came from one release of the rollout, in the order of their decisions."""
+    """The moves whose slots all came from one release of another component, in the order of their decisions."""
     return [found for each in records.planned if (found := _slot_move(records, each)) is not None]
 
 
@@ -140,7 +142,7 @@ def _slot_move(records: Records, taken: Planned) -> SlotMove | None:
         return None
     before = [each for each in records.planned if each.at_s < taken.at_s]
     given = [each for each in before if {*each.comes, *each.leaves} & {*taken.comes}]
-    if not given or given[-1].role != Role.ROLLOUT or not set(taken.comes) <= set(given[-1].leaves):
+    if not given or given[-1].role == Role.ACTOR or not set(taken.comes) <= set(given[-1].leaves):
         return None
     release = given[-1]
     asked_s, called_s = (_answer(records, each.transition) for each in (release, taken))
@@ -157,6 +159,7 @@ def _slot_move(records: Records, taken: Planned) -> SlotMove | None:
     unheld_s = told[-1] if told else switched_s
     return SlotMove(
         transition=taken.transition,
+        giver=release.role,
         num_slots=len(taken.comes),
         decide_and_tell_s=(asked_s - release.at_s) + (called_s - released_s) + (unheld_s - switched_s),
         drain_s=released_s - asked_s,

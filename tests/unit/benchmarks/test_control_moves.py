@@ -34,10 +34,12 @@ def closed(transition: str, at_ms: int, outcome: str = "committed") -> dict[str,
     return {"kind": "closed", "at_ms": at_ms, "transition": transition, "outcome": outcome}
 
 
-def records(*, taker: str = "actor", outcome: str = "committed", held_until_s: float | None = None) -> Records:
+def records(
+    *, giver: str = "rollout", taker: str = "actor", outcome: str = "committed", held_until_s: float | None = None
+) -> Records:
     """The release is decided at second 10, and the slot trains at second 13."""
     lines = [
-        planned(RELEASE, "rollout", 10_000, leaves=["n0/2"]),
+        planned(RELEASE, giver, 10_000, leaves=["n0/2"]),
         closed(RELEASE, 11_000),
         planned(TAKE, taker, 11_010, comes=["n0/2"]),
         closed(TAKE, 12_500, outcome),
@@ -48,16 +50,17 @@ def records(*, taker: str = "actor", outcome: str = "committed", held_until_s: f
         planned=planned_moves,
         committed=committed,
         iterations=iterations,
-        answered=[(f"{RELEASE}/resize/rollout/e1/a0", 10.03), (f"{TAKE}/resize/actor/e1/a0", 11.04), *hold],
+        answered=[(f"{RELEASE}/resize/{giver}/e1/a0", 10.03), (f"{TAKE}/resize/actor/e1/a0", 11.04), *hold],
         released={RELEASE: 11.0},
         switched={TAKE: (12.4, {"build": 1.2, "vote": 0.0})},
         training={"n0/2": [5.0, 13.0]},
     )
 
 
-def test_the_parts_of_a_move_add_up_to_the_time_from_its_decision_to_its_first_step() -> None:
-    (move,) = slot_moves(records())
-    assert move.num_slots == 1
+@pytest.mark.parametrize("giver", ["rollout", "inference"])
+def test_the_parts_of_a_move_add_up_to_the_time_from_its_decision_to_its_first_step(giver: str) -> None:
+    (move,) = slot_moves(records(giver=giver))
+    assert (move.giver, move.num_slots) == (giver, 1)
     assert move.total_s == pytest.approx(3.0)
     assert move.decide_and_tell_s == pytest.approx(0.03 + 0.04)
     assert (move.drain_s, move.switch_s, move.wait_s) == pytest.approx((0.97, 1.36, 0.6))
@@ -72,7 +75,9 @@ def test_the_end_of_a_hold_is_the_schedulers_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [records(taker="inference"), records(outcome="aborted")], ids=["to the inference", "that was aborted"]
+    "other",
+    [records(taker="inference"), records(outcome="aborted"), records(giver="actor")],
+    ids=["to the inference", "that was aborted", "within the actor"],
 )
 def test_a_move_of_another_kind_is_left_out(other: Records) -> None:
     assert slot_moves(other) == []
