@@ -158,6 +158,8 @@ def true_lengths(config: JobConfig, iteration: int, folder: Path) -> Path:
     """A file in `folder` with the lengths that the iteration has in the job, a line for each group."""
     law, own = config.rollout.length_law, config.algorithm
     assert law is not None
+    # Prompts are counted over the whole job.
+    first = iteration * own.prompts_per_iteration
     (file := folder / f"lengths-{iteration}.txt").write_text(
         "".join(
             " ".join(
@@ -165,7 +167,7 @@ def true_lengths(config: JobConfig, iteration: int, folder: Path) -> Path:
                 for draw in range(own.group_size)
             )
             + "\n"
-            for prompt in range(own.prompts_per_iteration)
+            for prompt in range(first, first + own.prompts_per_iteration)
         )
     )
     return file

@@ -17,6 +17,7 @@ def test_the_forecast_has_the_lengths_that_the_job_draws_and_a_long_tail(tmp_pat
     law = config.rollout.length_law
     assert law is not None
     for iteration in range(config.algorithm.iterations):
+        first = iteration * config.algorithm.prompts_per_iteration
         turns = true_scenario(config, iteration, tmp_path).workload(0).lengths.turns
         found = [[sum(member) for member in group] for group in turns]
         want = [
@@ -24,7 +25,7 @@ def test_the_forecast_has_the_lengths_that_the_job_draws_and_a_long_tail(tmp_pat
                 drawn_length(law, SampleId(2, iteration, prompt, draw), max_new_tokens=config.algorithm.max_new_tokens)
                 for draw in range(config.algorithm.group_size)
             ]
-            for prompt in range(config.algorithm.prompts_per_iteration)
+            for prompt in range(first, first + config.algorithm.prompts_per_iteration)
         ]
         assert found == want
         every = [length for group in want for length in group]
