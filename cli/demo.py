@@ -34,7 +34,7 @@ from typing import Any
 from cli import jobs
 from cli.moves import Moves, moves_of
 from cli.rows import Form, Row, table, written
-from cli.run_commands import exit_code, print_tables, request_of, run_shown
+from cli.run_commands import exit_code, print_tables, request_of, run_shown, tell_end
 from tidegate.config.files import Sources, load_sources
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
@@ -163,6 +163,7 @@ def run_all(
             print(f"{each.policy}: job {config.job}")
             print_tables(outcome, folder)
             print()
+        tell_end(config.job, outcome)
         shown.append(Shown(each.policy, config, outcome))
         if outcome.end is not End.FINISHED:
             break

@@ -114,11 +114,13 @@ async def job_row(folder: JobFolder) -> Row:
         message = "its run was killed; start it again with --resume" if is_killed else "its scheduler does not answer"
         return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": state, "message": message}
     rows = iteration_rows(found)
+    # A job that ended before its scheduler had it has no count of iterations.
+    num_iterations = found.status.num_iterations or None
     return {
         "job": job,
         "state": found.state,
-        "iteration": found.status.iteration,
-        "iterations": found.status.num_iterations,
+        "iteration": found.status.iteration if num_iterations else None,
+        "iterations": num_iterations,
         "reward": rows[-1]["reward_mean"] if rows else None,
         "message": found.message.partition("\n")[0],
     }

@@ -67,6 +67,7 @@ def _whole_run(request: RunRequest, form: Form) -> int:
     else:
         moves = moves_of(JobFolder.of(request.config)).summary()
         print(written({**jobs.summary_row(outcome), **moves}, form))
+    tell_end(request.config.job, outcome)
     return exit_code(outcome)
 
 
@@ -86,12 +87,14 @@ def request_of(
 def run_shown(request: RunRequest) -> Outcome:
     # Until the job's own log is open: this command reports an obstacle itself, and no library logs it too.
     configure_logging("launcher", level="CRITICAL")
-    stream = UnfailingStream(sys.stderr)
-    with make_view(stream) as view:
-        outcome = asyncio.run(run_job(request, view))
+    with make_view(UnfailingStream(sys.stderr)) as view:
+        return asyncio.run(run_job(request, view))
+
+
+def tell_end(job: str, outcome: Outcome) -> None:
+    """Why a job did not finish and how to go on, on stderr: after the tables, where a person reads last."""
     if outcome.end is not End.FINISHED:
-        print(f"tidegate: job {request.config.job} {outcome.end}: {outcome.reason}", file=stream)
-    return outcome
+        print(f"tidegate: job {job} {outcome.end}: {outcome.reason}", file=UnfailingStream(sys.stderr))
 
 
 def print_tables(outcome: Outcome, folder: JobFolder) -> None:
