@@ -167,10 +167,7 @@ class Job:
     @property
     def padded_vocab(self) -> int:
         """The same for the whole job, whatever layouts its actor goes through."""
-        num_slots = len(self.config.placement(Role.ACTOR)) + len(self.config.standby())
-        configured = [self.config.layout(role).tp for role in (Role.ACTOR, Role.INFERENCE)]
-        configured += [each.tp for each in self.config.actor.layouts]
-        return padded_vocab_size(self.model, [*configured, *possible_tp_sizes(self.model, num_ranks=num_slots)])
+        return padded_vocab_size(self.model, possible_tp_sizes(self.model, num_ranks=len(self.config.gpus)))
 
     def layout_fault(self, role: Role, layout: Layout) -> str | None:
         """Why the actor or the inference can never be in this layout; None when it can."""

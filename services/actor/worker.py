@@ -56,7 +56,7 @@ from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_clock import SlotState
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
-from tidegate.types import Role, node_of
+from tidegate.types import node_of
 from tidegate.v1 import types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -153,7 +153,7 @@ class TrainerWorker:
     def _make_trainer(self, job: Job, world: World) -> str:
         """Make the trainer. Returns the reason for where it keeps its state."""
         config, node = job.config, node_of(self._channel.grant.gpu)
-        slots = [gpu for gpu in config.slots(Role.ACTOR) if node_of(gpu) == node]
+        slots = [gpu for gpu in config.gpus if node_of(gpu) == node]
         parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
         num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
         choice = arena_folder.choose(

@@ -43,6 +43,13 @@ def test_the_vocabulary_is_padded_for_every_tp_that_the_actor_may_change_to(tmp_
     assert job.padded_vocab != job.model.vocab_size
 
 
+def test_the_vocabulary_is_padded_for_every_tp_that_the_actor_may_get_by_hand(tmp_path: Path) -> None:
+    model = {"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 96}
+    job = load_job(job_config(tmp_path, model=model))
+    assert len(job.config.placement(Role.ACTOR)) < 3 <= len(job.config.gpus)
+    assert job.padded_vocab == padded_vocab_size(job.model, [3])
+
+
 def cluster_for(layout: dict[str, int]) -> dict[str, Any]:
     """A cluster whose actor has as many GPUs as the layout has ranks."""
     first = Layout(**layout).num_ranks

@@ -12,7 +12,6 @@ from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.checks.layouts import replicas_fault
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.job import load_job
-from tidegate.megatron.family import padded_vocab_size
 from tidegate.types import Layout, Role
 
 
@@ -96,13 +95,6 @@ def test_a_layout_that_the_model_does_not_fit_is_refused_in_the_words_of_the_con
         load_job(configured(tmp_path, {"tp": 2}, {"tp": 4}))
     assert str(refused.value) == f"actor.layouts: {asked}"
     assert "num_heads % tp = 2 % 4 = 2, must be 0; legal tp: 1, 2" in str(asked)
-
-
-def test_the_vocabulary_is_padded_for_every_tp_that_a_policy_may_choose(tmp_path: Path) -> None:
-    model = {"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 96}
-    job = load_job(configured(tmp_path, {"tp": 3}, model=model))
-    assert job.padded_vocab == padded_vocab_size(job.model, [3])
-    assert job.padded_vocab != load_job(configured(tmp_path, model=model)).padded_vocab
 
 
 @pytest.mark.parametrize(

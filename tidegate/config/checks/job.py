@@ -256,5 +256,5 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
 
 def _unused_gpus(config: JobSections) -> list[str]:
     """Each GPU as its index in the placement's count, and its name."""
-    used = {gpu for role in Role for gpu in config.slots(role)}
+    used = config.gpus
     return [f"{index} ({gpu})" for index, gpu in enumerate(config.cluster.gpus()) if gpu not in used]

@@ -283,7 +283,7 @@ class JobSections(_Section):
         return tuple(self.cluster.gpus()[index] for index in gpu_indices(text)) if text else ()
 
     def slots(self, role: Role) -> tuple[GpuId, ...]:
-        """The GPUs that the component may get while the job runs, in the cluster's order."""
+        """The GPUs that a policy may give to the component, in the cluster's order."""
         roles = list(Role) if self.scheduler.moves_gpus else [role]
         may_get = {gpu for each in roles for gpu in self.placement(each)}
         if Role.ACTOR in roles:
@@ -291,6 +291,12 @@ class JobSections(_Section):
         if role is Role.ROLLOUT and self.rollout.standby:
             may_get |= {self.cluster.gpus()[index] for index in gpu_indices(self.rollout.standby)}
         return tuple(gpu for gpu in self.cluster.gpus() if gpu in may_get)
+
+    @property
+    def gpus(self) -> tuple[GpuId, ...]:
+        """The GPUs of all components, in the cluster's order. By hand each component may get each of them."""
+        used = {gpu for role in Role for gpu in self.slots(role)}
+        return tuple(gpu for gpu in self.cluster.gpus() if gpu in used)
 
     def layout(self, role: Role) -> Layout:
         """The role's layout. The rollout has one engine a GPU."""
