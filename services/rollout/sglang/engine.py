@@ -71,7 +71,7 @@ _CONTROL_TIMEOUT_S = 60.0
 _ABORT_AGAIN_S = 0.2
 """The server forgets an abort that overtakes its request, so the abort is repeated until the request is out."""
 _LAST_STEP_S = 2.0
-"""The time for the step that ends aborted requests. Those without a reply by then are aborted one by one."""
+"""The time for a step that ends aborted requests. Those without a reply by then are aborted one by one."""
 _LOOK_AGAIN_S = 0.005
 """The pause between checks whether the server has the requests sent, which takes it a step."""
 _MOST_OPEN_CALLS = 1024
@@ -332,29 +332,29 @@ class SglangEngine:
         self._pause_server(PauseMode.IN_PLACE)
         reported = self._reported()
         self._post("/abort_request", {"abort_all": True})
-        queued = self._replied(open_, num_aborted=reported.num_waiting)
+        queued = self._replied(open_, most=reported.num_waiting)
         self._num_lost_tokens += num_lost_tokens(reported, queued)
         self._resume_server()
         _, late = concurrent.futures.wait([each.reply for each in open_ if each.reply], timeout=_LAST_STEP_S)
         if late:
             self._abort_sent([each for each in open_ if each.reply in late])
 
-    def _replied(self, open_: list[_Inside], *, num_aborted: int) -> list[tuple[GenerationRequest, Mapping[str, Any]]]:
-        """The aborted requests with their replies, once there are so many."""
-        deadline_s = time.monotonic() + _CONTROL_TIMEOUT_S
+    def _replied(self, open_: list[_Inside], *, most: int) -> list[tuple[GenerationRequest, Mapping[str, Any]]]:
+        """The aborted requests with their replies, once there are `most`, or no further one for the time of a step.
+
+        The server's report of those that wait may be some steps old, and some of them may run since."""
         while True:
+            still_open = [each.reply for each in open_ if each.reply and not each.reply.done()]
             with self._answers():
                 replies = [(each.request, each.reply.result()) for each in open_ if each.reply and each.reply.done()]
                 aborted = [each for each in replies if is_aborted(each[1])]
-            if len(aborted) >= num_aborted:
+            if len(aborted) >= most:
                 return aborted
-            if time.monotonic() > deadline_s:
-                raise self._fail(f"SGLang did not abort {num_aborted} waiting requests in {_CONTROL_TIMEOUT_S:g} s")
-            concurrent.futures.wait(
-                [each.reply for each in open_ if each.reply and not each.reply.done()],
-                timeout=_LOOK_AGAIN_S,
-                return_when=concurrent.futures.FIRST_COMPLETED,
+            done, _ = concurrent.futures.wait(
+                still_open, timeout=_LAST_STEP_S, return_when=concurrent.futures.FIRST_COMPLETED
             )
+            if not done:
+                return aborted
 
     def _abort_sent(self, open_: list[_Inside]) -> None:
         """Abort requests, and wait for their replies."""

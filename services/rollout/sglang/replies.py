@@ -100,7 +100,7 @@ def load_of(reply: Mapping[str, Any]) -> ServerLoad:
 
 
 def num_lost_tokens(load: ServerLoad, queued: Iterable[tuple[GenerationRequest, Mapping[str, Any]]]) -> int:
-    """The tokens that the abort of these requests lost, each of which was waiting when the server reported `load`.
+    """The tokens that the abort of these requests lost. An upper bound where some that waited in `load` run since.
 
     A retracted request waits with its response, and its abort returns only what was sent of it before. Replies as
     `generation_of` reads them."""
