@@ -1,43 +1,38 @@
 """The groups in the lead's hand: taken from the stream, not yet published scored. Pure.
 
-The hand deals batches to idle copies. A batch whose copy died or left comes back to the front, and another copy gets
-it: the stream knows nothing of it, so a move or a death uses up no delivery. A group that was with a copy that died is
-dealt alone from then on. So the deaths of a group that kills its copies do not count against the groups beside it.
+The hand deals batches of shares to idle copies. A share is a whole group, or a part of one where fewer groups wait than
+copies are idle. A batch whose copy died or left comes back to the front, and another copy gets it: the stream knows
+nothing of it, so a move or a death uses up no delivery. A group that was with a copy that died is dealt alone from then
+on, and split no further. So the deaths of a group that kills its copies do not count against the groups beside it.
 
 Invariants:
-- A group is either waiting or with one copy. [test_hand: waits_or_is_with_one_copy]
+- A sample is waiting, with one copy, or scored. [test_hand: waits_or_is_with_one_copy]
 - A group delivered again is dealt once, and settled by its last delivery. [test_hand: delivered_again_is_dealt_once]
 - A group that was with a dead copy is dealt alone. [test_hand: after_a_death_groups_are_dealt_alone]
+- No copy is idle while a group of several micro-batches waits whole. [test_hand: where_more_copies_than_groups]
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
+from services.inference.shares import HeldGroup, Share, whole_of
+from tidegate.megatron.batching import BatchLimits
 from tidegate.ports.bus import SampleDelivery
+from tidegate.types import SampleId
+from tidegate.v1 import samples_pb2
 
 MAX_GROUPS_A_BATCH = 8
 """Enough to fill a pipeline. More would delay the first group, for which the actor may be waiting."""
 
 
-@dataclass(slots=True)
-class HeldGroup:
-    """A group with its last delivery. `num_deaths`: the copies that died while they had it."""
-
-    delivery: SampleDelivery
-    num_deaths: int = 0
-
-    @property
-    def prompt(self) -> int:
-        return self.delivery.group.prompt
-
-
 class Hand:
-    def __init__(self) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
+        """`limits`: of the copies' micro-batches."""
+        self._limits = limits
         self._held: dict[int, HeldGroup] = {}
-        self._waiting: deque[HeldGroup] = deque()
+        self._waiting: deque[Share] = deque()
 
     def __contains__(self, prompt: int) -> bool:
         return prompt in self._held
@@ -48,6 +43,7 @@ class Hand:
 
     @property
     def num_waiting(self) -> int:
+        """The shares that wait."""
         return len(self._waiting)
 
     @property
@@ -61,26 +57,36 @@ class Hand:
             self._held[prompt].delivery = delivery
         else:
             self._held[prompt] = HeldGroup(delivery)
-            self._waiting.append(self._held[prompt])
+            self._waiting.append(whole_of(self._held[prompt], self._limits))
 
-    def deal(self, *, num_idle: int) -> tuple[HeldGroup, ...]:
+    def deal(self, *, num_idle: int) -> tuple[Share, ...]:
         """The next batch, where `num_idle` copies share what waits. Empty where nothing waits."""
-        share = min(MAX_GROUPS_A_BATCH, -(-len(self._waiting) // num_idle))
-        batch: list[HeldGroup] = []
-        while len(batch) < share and not (batch and self._waiting[0].num_deaths):
+        if not self._waiting:
+            return ()
+        if len(self._waiting) < num_idle and not self._waiting[0].held.num_deaths:
+            share = self._waiting.popleft()
+            self._waiting.extendleft(reversed(share.split(num_idle // (len(self._waiting) + 1))))
+        most = min(MAX_GROUPS_A_BATCH, -(-len(self._waiting) // num_idle))
+        batch: list[Share] = []
+        while len(batch) < most and not (batch and self._waiting[0].held.num_deaths):
             batch.append(self._waiting.popleft())
-            if batch[0].num_deaths:
+            if batch[0].held.num_deaths:
                 break
         return tuple(batch)
 
-    def give_back(self, batch: Sequence[HeldGroup], *, died: bool) -> None:
+    def note_scored(self, share: Share, scored: Mapping[SampleId, samples_pb2.Sample]) -> bool:
+        """Notes the log-probabilities of the share's samples. Whether the group is scored now, and still held."""
+        share.held.scored.update(scored)
+        return self._held.get(share.held.prompt) is share.held and share.held.is_scored
+
+    def give_back(self, batch: Sequence[Share], *, died: bool) -> None:
         """The batch waits again, before the others. `died`: its copy died with it."""
-        for held in batch:
-            held.num_deaths += died
-        self._waiting.extendleft(reversed(batch))
+        held = [share for share in batch if self._held.get(share.held.prompt) is share.held]
+        for each in {id(share.held): share.held for share in held}.values():
+            each.num_deaths += died
+        self._waiting.extendleft(reversed(held))
 
     def remove(self, held: HeldGroup) -> None:
         """The group is settled."""
         del self._held[held.prompt]
-        if held in self._waiting:
-            self._waiting.remove(held)
+        self._waiting = deque(share for share in self._waiting if share.held is not held)

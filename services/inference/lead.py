@@ -24,6 +24,7 @@ from functools import partial
 from services.inference.copies import Copies, ScorerBuild, ScoringCopy, Weights, cut_into_copies
 from services.inference.rates import ScoringRate
 from services.inference.scoring import Scoring, ScoringRules
+from services.inference.shares import limits_of
 from tidegate.candidates import Candidates
 from tidegate.codec import decode_grants, decode_layout, encode_grants
 from tidegate.ports.bus import SampleConsumer, Stage
@@ -203,6 +204,7 @@ class InferenceLead(Lead):
                 is_filtered=config.algorithm.filter_zero_std,
                 max_deaths=config.runtime.max_deliveries,
                 ack_wait_s=config.runtime.ack_wait_s,
+                limits=limits_of(config),
             ),
             lost=self._report_lost,
             note_progress=partial(self._report_scored, consumer, candidates),

@@ -5,7 +5,7 @@ actor will filter are published as they are, without log-probabilities.
 
 Order, for each group:
 1. It is taken into the lead's hand, and kept alive there.
-2. An idle copy scores it in a batch.
+2. An idle copy scores it in a batch; where copies would have nothing, several score a share of it each.
 3. Its scored form is stored on the stream.
 4. It is acknowledged.
 """
@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 import structlog
 
 from services.inference.copies import Copies, ScoringCopy
-from services.inference.hand import MAX_GROUPS_A_BATCH, Hand, HeldGroup
+from services.inference.hand import MAX_GROUPS_A_BATCH, Hand
 from services.inference.rates import ScoringRate
+from services.inference.shares import HeldGroup, Share
 from tidegate.candidates import Candidates, has_spread
 from tidegate.codec import decode_sample_id
+from tidegate.megatron.batching import BatchLimits
 from tidegate.ports.bus import SampleConsumer, SampleDelivery, SampleStream, Stage
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import WorkerGone, WorkerRefused
 from tidegate.runtime.keep_alive import keep_alive
 from tidegate.runtime.lead import redelivery_delay_s, rewards_of
-from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -45,6 +46,8 @@ class ScoringRules:
     is_filtered: bool
     max_deaths: int
     ack_wait_s: float
+    limits: BatchLimits
+    """Of the copies' micro-batches."""
 
 
 @dataclass(slots=True)
@@ -61,9 +64,12 @@ class Scoring:
     rules: ScoringRules
     lost: Lost
     note_progress: Callable[[], Awaitable[None]]
-    _hand: Hand = field(default_factory=Hand)
+    _hand: Hand = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _fetching: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._hand = Hand(self.rules.limits)
 
     async def run(self) -> None:
         """Returns when all candidates are published."""
@@ -86,7 +92,7 @@ class Scoring:
         idle = self.copies.idle(self.plan.version)
         while idle and (batch := self._hand.deal(num_idle=len(idle))):
             copy = idle.pop(0)
-            scoring = self.copies.begin(copy, [held.delivery.group for held in batch])
+            scoring = self.copies.begin(copy, [share.group for share in batch])
             self._begin(self._finish(copy, batch, scoring), f"finish on {copy}")
         # Fetch only where a group is still to come: a fetch that outlives the iteration would lose what it gets.
         is_due = any(
@@ -147,7 +153,7 @@ class Scoring:
         return False
 
     async def _finish(
-        self, copy: ScoringCopy, batch: Sequence[HeldGroup], scoring: asyncio.Task[list[wire.WorkerReply]]
+        self, copy: ScoringCopy, batch: Sequence[Share], scoring: asyncio.Task[list[wire.WorkerReply]]
     ) -> None:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -159,29 +165,26 @@ class Scoring:
             return
         copy.num_calls += 1
         if copy.num_calls > 1:
-            num_tokens = sum(len(sample.response_tokens) for held in batch for sample in held.delivery.group.samples)
+            num_tokens = sum(share.num_tokens for share in batch)
             self.rate.note(num_tokens=num_tokens, num_gpus=len(copy.grants), seconds=clock.time() - started_s)
-        scored = {
-            decode_sample_id(sample.id): sample
-            for reply in replies
-            for group in reply.scored.groups
-            for sample in group.samples
-        }
-        for held in batch:
-            await self._publish(_with_log_probs(held.delivery.group, scored), held.delivery)
-            self._hand.remove(held)
+        answered = [group for reply in replies for group in reply.scored.groups]
+        for share in batch:
+            own = (sample for group in answered if group.prompt == share.held.prompt for sample in group.samples)
+            if self._hand.note_scored(share, {decode_sample_id(sample.id): sample for sample in own}):
+                await self._publish(_with_log_probs(share.held), share.held.delivery)
+                self._hand.remove(share.held)
         await self.note_progress()
 
-    async def _lose(self, copy: ScoringCopy, batch: Sequence[HeldGroup], error: Exception) -> None:
+    async def _lose(self, copy: ScoringCopy, batch: Sequence[Share], error: Exception) -> None:
         is_leaving = copy.is_leaving
         structlog.get_logger("Scoring").warning(
-            "copy lost", copy=str(copy), num_groups=len(batch), is_leaving=is_leaving, error=str(error)
+            "copy lost", copy=str(copy), num_shares=len(batch), is_leaving=is_leaving, error=str(error)
         )
         self.copies.remove(copy)
         self._hand.give_back(batch, died=not is_leaving)
         self.copies.changed.set()
-        for held in batch:
-            if held.num_deaths >= self.rules.max_deaths:
+        for held in {share.held.prompt: share.held for share in batch}.values():
+            if held.prompt in self._hand and held.num_deaths >= self.rules.max_deaths:
                 self._hand.remove(held)
                 await held.delivery.dead_letter(
                     f"each of the {held.num_deaths} copies that had prompt {held.prompt} died; see their logs"
@@ -195,14 +198,12 @@ class Scoring:
         self.candidates.add(group.prompt, has_spread=has_spread(rewards_of(group)))
 
 
-def _with_log_probs(
-    group: samples_pb2.SampleGroup, scored: dict[SampleId, samples_pb2.Sample]
-) -> samples_pb2.SampleGroup:
+def _with_log_probs(held: HeldGroup) -> samples_pb2.SampleGroup:
     """The group with its log-probabilities."""
     complete = samples_pb2.SampleGroup()
-    complete.CopyFrom(group)
+    complete.CopyFrom(held.delivery.group)
     for sample in complete.samples:
-        answer = scored[decode_sample_id(sample.id)]
+        answer = held.scored[decode_sample_id(sample.id)]
         sample.old_log_probs.extend(answer.old_log_probs)
         sample.reference_log_probs.extend(answer.reference_log_probs)
     return complete

@@ -25,10 +25,10 @@ import psutil
 import torch
 
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
+from services.inference.shares import limits_of
 from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
-from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.worker_rank import WorkerWorlds
 from tidegate.runtime.free_memory import return_free_memory
 from tidegate.runtime.pacer import Pacer
@@ -95,7 +95,7 @@ class ScorerWorker:
             model=job.model,
             padded_vocab=job.padded_vocab,
             temperature=job.config.algorithm.temperature,
-            limits=BatchLimits(max_tokens=job.config.inference.max_tokens_per_microbatch),
+            limits=limits_of(job.config),
             precision=job.config.actor.precision,
         )
         self._scorer = MegatronScorer(

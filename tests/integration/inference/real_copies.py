@@ -50,7 +50,8 @@ def sections(layout: dict[str, int]) -> dict[str, Any]:
             "component_placement": {"actor": "0", "rollout": "1", "inference": f"2-{last}"},
         },
         "actor": {"layout": {"dp": 1}},
-        "inference": {"layout": layout},
+        # The two responses of a group are two micro-batches, so that copies can share it.
+        "inference": {"layout": layout, "max_tokens_per_microbatch": 32},
         "algorithm": {"prompts_per_iteration": PROMPTS},
     }
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.component_bench import ACK_WAIT_S, NODES, snapshot
+from tests.component_bench import ACK_WAIT_S, JOB, NODES, snapshot
 from tests.unit.inference.scoring_bench import FIRST, ONE_COPY, SECOND, scoring
 from tidegate.codec import decode_grants, decode_layout
+from tidegate.ports.bus import Stage
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import NO_TOKEN, Grant, Layout
 
@@ -21,6 +22,40 @@ async def test_copies_score_different_groups_at_the_same_time(tmp_path: Path) ->
         of.permit()
         await of.bench.published("iteration_reported")
         assert of.batches == {FIRST: [(0, 1)], SECOND: [(2, 3)]}
+
+
+NARROW = {"inference": {"layout": {"dp": 2}, "max_tokens_per_microbatch": 8}}
+"""Each sample is a micro-batch of its own."""
+ONE_PROMPT = {"prompts_per_iteration": 1, "n_minibatches": 1}
+
+
+async def test_the_last_group_is_split_between_copies_and_published_whole(tmp_path: Path) -> None:
+    async with scoring(tmp_path, num_permits=0, algorithm=ONE_PROMPT, **NARROW) as of:
+        await of.generated([0])
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.until_asked(first=1, second=1)
+        of.permit(FIRST)
+        await of.bench.changes.until(lambda: of.ranks[FIRST].scored == [(0,)])
+        assert of.watch.prompts("ack") == []
+        of.permit(SECOND)
+        await of.bench.published("iteration_reported")
+        stored = await of.bench.samples.stored_group(JOB, Stage.SCORED, incarnation=1, iteration=0, prompt=0)
+    assert of.ranks[SECOND].scored == [(0,)]
+    assert stored is not None
+    assert [(sample.id.draw, list(sample.old_log_probs)) for sample in stored.samples] == [(0, [-1.0]), (1, [-1.0] * 2)]
+
+
+async def test_a_share_whose_copy_dies_goes_to_another_and_the_group_is_published_once(tmp_path: Path) -> None:
+    async with scoring(tmp_path, num_permits=0, algorithm=ONE_PROMPT, **NARROW) as of:
+        await of.generated([0])
+        of.new_lead(of.bench.scale_up(weights=snapshot(0)), of.bench.open_iteration())
+        await of.until_asked(first=1, second=1)
+        of.bench.instances[NODES[1]].kill(SECOND)
+        of.permit()
+        await of.bench.published("iteration_reported")
+        assert of.ranks[FIRST].scored == [(0,), (0,)]
+        assert of.watch.prompts("ack") == [0]
+        assert of.watch.prompts("fetch") == [0], "a death uses up no delivery"
 
 
 async def test_a_copy_that_leaves_in_the_middle_of_its_batch_finishes_it_and_gets_no_other(tmp_path: Path) -> None:
