@@ -5,9 +5,14 @@ brings the rank back. The living ranks may have served a request before it is re
 result.
 
 A request may leave something uncommitted on the ranks, such as gradients. `num_interruptions` tells whether all of it
-is still there: it grows when a rank dies in a request, and when the ranks are someone's `alone`.
+is still there: it grows when a rank dies in a request, and when the ranks are someone's `alone`. So a request can
+reserve the ranks for the next one: until then nobody else gets them, but for a change that a death needs. Otherwise who
+wants them `alone` comes before the next request.
 
-Invariant: at most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
+Invariants:
+- At most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
+- Nobody gets reserved ranks for himself alone while all of them live. [test_all_ranks: reserved_ranks_wait]
+- A change that waits comes before the next request that was not reserved for. [test_all_ranks: comes_before_the_next]
 """
 
 from __future__ import annotations
@@ -36,7 +41,12 @@ class AllRanks:
         self._crew = crew
         self.layout = Layout()
         """The layout in force."""
-        self._asking = asyncio.Lock()
+        self._is_busy = False
+        self._waiting: list[Layout | None] = []
+        """Those who want the ranks alone, in order: the layout that each brings about, if it is another one."""
+        self._reserved_at: int | None = None
+        """`num_interruptions` at the request that reserved the ranks."""
+        self._freed = asyncio.Event()
         self._switched = asyncio.Event()
         """The next committed resize sets it."""
         self.num_interruptions = 0
@@ -48,15 +58,37 @@ class AllRanks:
     def are_present(self) -> bool:
         return len(self._crew.members) == self.layout.num_ranks
 
+    @property
+    def wanted(self) -> Layout | None:
+        """The layout of the next change that waits for the ranks and has one."""
+        return next((layout for layout in self._waiting if layout is not None), None)
+
     @asynccontextmanager
-    async def alone(self, *, changes_ranks: bool = True) -> AsyncIterator[None]:
+    async def alone(self, *, to: Layout | None = None, changes_ranks: bool = True) -> AsyncIterator[None]:
         """Send the ranks no other request within this context. If it `changes_ranks`, it is an interruption."""
-        async with self._asking:
-            self.num_interruptions += changes_ranks
-            try:
-                yield
-            finally:
+        self._waiting.append(to)
+        is_got = False
+        try:
+            while self._is_busy or self._are_reserved:
+                await self._freed.wait()
+            self._is_busy = is_got = True
+        finally:
+            self._waiting.remove(to)
+            self._look_again()
+            if not is_got:
+                # Who left the ranks to this change goes on.
                 self.note_interruption()
+        self.num_interruptions += changes_ranks
+        try:
+            yield
+        finally:
+            self._is_busy = False
+            self._look_again()
+            self.note_interruption()
+
+    def end_reservation(self) -> None:
+        self._reserved_at = None
+        self._look_again()
 
     def switch(self, layout: Layout) -> None:
         """Record that a resize to this layout is in force."""
@@ -64,16 +96,17 @@ class AllRanks:
         self._switched.set()
         self._switched = asyncio.Event()
 
-    async def do(self, what: str, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of `ask`, repeated after each death until it succeeds.
+    async def do(self, what: str, ask: Callable[[], Awaitable[Result]], *, reserves: bool = False) -> Result:
+        """The result of `ask`, repeated after each death until it succeeds. If it `reserves` the ranks, they are for
+        the next request then, or until `end_reservation`.
 
         Raises WorkerUnreachable. Raises a rank's WorkerRefused, or a WorkerGone, where all ranks live."""
         while True:
-            async with self._asking:
+            async with self._requesting():
                 switched = self._switched
                 if self.are_present:
                     try:
-                        return await ask()
+                        result = await ask()
                     except WorkerUnreachable:
                         raise
                     except (WorkerGone, WorkerRefused) as error:
@@ -82,7 +115,33 @@ class AllRanks:
                         if self.are_present:
                             raise
                         self._log.warning("broken off", what=what, error=str(error))
+                    else:
+                        self._reserved_at = self.num_interruptions if reserves else None
+                        return result
             await switched.wait()
+
+    @asynccontextmanager
+    async def _requesting(self) -> AsyncIterator[None]:
+        while self._is_busy or (self._waiting and not self._are_reserved):
+            if not self._is_busy:
+                # A death may have ended a reservation that the others wait for.
+                self._look_again()
+            await self._freed.wait()
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+            self._look_again()
+
+    @property
+    def _are_reserved(self) -> bool:
+        """A death ends a reservation: what was uncommitted is lost, and only a change brings the rank back."""
+        return self._reserved_at == self.num_interruptions and self.are_present
+
+    def _look_again(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     async def ask(self, call: wire.WorkerCall) -> list[wire.WorkerReply]:
         """The replies of all ranks to one call, in rank order. Raises as Crew.ask_interdependent."""

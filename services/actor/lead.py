@@ -107,7 +107,7 @@ class ActorLead(Lead):
         self._samples = SampleLog(tools.folder.samples, self.job.tokenizer, per_iteration=per_iteration)
         self._ledger = SampleLedger(incarnation=0)
         self._lr = ledger_of(config, None)
-        self._rates = TrainingRates(config.assumptions.costs.update_s)
+        self.rates = TrainingRates(config.assumptions.costs.update_s)
         self._updates = StreamedUpdates(self._ranks, self.job)
         self._held_iteration: tuple[int, int] | None = None
         """The (incarnation, iteration) of which no further minibatch begins."""
@@ -163,7 +163,7 @@ class ActorLead(Lead):
 
     async def _resize(self, resize: Resize) -> None:
         try:
-            async with self._ranks.alone():
+            async with self._ranks.alone(to=resize.layout):
                 num_dead = self._ranks.layout.num_ranks - len(resize.survivors)
                 report, released = await self._two_phase.run(resize, self._ranks.layout)
                 self._ranks.switch(resize.layout)
@@ -261,7 +261,7 @@ class ActorLead(Lead):
         candidates = candidates_of(plan)
         order = self.job.config.algorithm.minibatch_order
         assembly = MinibatchAssembly(candidates, plan.num_minibatches, order)
-        state = IterationState(plan, assembly, TrainingPicture(assembly, self._rates))
+        state = IterationState(plan, assembly, TrainingPicture(assembly, self.rates))
         pictures = Pictures(state.picture.paint, self.publish, self.pace)
         state.picture.note_change = pictures.note_change
         keeping = asyncio.create_task(

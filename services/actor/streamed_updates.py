@@ -6,13 +6,15 @@ resize, or a death. Then their tokens are counted, and the minibatch begins agai
 Invariants:
 - An update has each group of its minibatch once, whatever interrupts its portions.
   [test_streaming: minibatch_begins_again_after_a_resize] [test_streaming: minibatch_begins_again_after_a_death]
-- A resize waits for a portion that is under way, and not for groups that are still to come.
-  [test_streaming: resize_does_not_wait_for_groups]
+- A resize waits for a portion that is under way and for those whose groups are there, and not for groups that are
+  still to come. [test_streaming: resize_does_not_wait_for_groups] [test_streaming: resize_waits_for_a_minibatch]
+- It does not wait for a rest that takes longer than the whole minibatch in its layout.
+  [test_streaming: begins_again_at_once]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.actor.all_ranks import AllRanks
 from services.actor.iteration_state import BegunMinibatch, IterationState, update_report, update_samples
@@ -29,6 +31,7 @@ class StreamedUpdates:
         self._ranks = ranks
         self._config = job.config
         self._limits = limits_of(job.config.actor, job.model)
+        self._reshard_s = job.config.assumptions.costs.reshard_s
 
     def next_portion(self, state: IterationState, *, is_held: bool) -> Portion | None:
         """The portion to train now. Drops those before it, where the ranks have lost their gradients.
@@ -38,13 +41,28 @@ class StreamedUpdates:
             state.drop_portions()
         if is_held and not state.begun.num_portions:
             return None
-        return next_portion(
+        portion = next_portion(
             state.assembly,
             state.trained_lengths,
             self._limits,
             dp=self._ranks.layout.dp,
             streams=self._config.actor.streams_minibatches,
         )
+        if portion is None or self._is_sooner_anew(state):
+            self._ranks.end_reservation()
+            return None
+        return portion
+
+    def _is_sooner_anew(self, state: IterationState) -> bool:
+        """Whether the begun minibatch ends sooner if it begins again in the layout of a change that waits."""
+        layout = self._ranks.wanted
+        if layout is None or not state.begun.num_portions:
+            return False
+        rest, begun = (_lengths(state, prompts) for prompts in (state.assembly.joining, state.assembly.open))
+        rates = state.picture.rates
+        here_s = rates.expected_s(self._ranks.layout, rest)
+        anew_s = rates.expected_s(layout, [*begun, *rest])
+        return here_s is not None and anew_s is not None and anew_s + self._reshard_s < here_s
 
     async def accumulate(self, portion: Portion, state: IterationState, *, update_id: str, lr_before: str) -> None:
         call = wire.Accumulate(update_id=update_id, bundle_sizes=portion.bundle_sizes)
@@ -89,13 +107,21 @@ class StreamedUpdates:
             if self._are_lost(begun):
                 return None
             begun.num_interruptions = self._ranks.num_interruptions
-            with state.picture.in_portion(self._ranks.layout, _num_tokens(samples), is_last=is_last):
+            lengths = [len(sample.prompt_tokens) + len(sample.response_tokens) for sample in samples]
+            with state.picture.in_portion(
+                self._ranks.layout, num_tokens=_num_tokens(samples), lengths=lengths, is_last=is_last
+            ):
                 return await self._ranks.ask(call)
 
-        return await self._ranks.do(what, ask_portion)
+        return await self._ranks.do(what, ask_portion, reserves=not is_last)
 
     def _are_lost(self, begun: BegunMinibatch) -> bool:
         return bool(begun.num_portions) and begun.num_interruptions != self._ranks.num_interruptions
+
+
+def _lengths(state: IterationState, prompts: Iterable[int]) -> list[int]:
+    """The tokens of each sample of these prompts that is trained."""
+    return [length for prompt in prompts for length in state.trained_lengths.get(prompt, ())]
 
 
 def _num_tokens(samples: Sequence[wire.TrainSample]) -> int:

@@ -3,27 +3,27 @@
 Invariants:
 - A picture is at a boundary exactly where no portion of the open minibatch is under way or trained.
   [test_lead: pictures_show_each_update] [test_streaming: picture_is_at_a_boundary]
-- An update that a death interrupts counts for no rate. [test_training_picture: interrupted_update_counts_for_no_rate]
+- A portion that a death interrupts counts for no rate. [test_training_picture: interrupted_portion_counts_for_no_rate]
 - Time in which a minibatch waits for groups counts for no rate. [test_training_picture: waits_for_groups]
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.actor.minibatches import MinibatchAssembly
-from services.actor.rates import TrainingRates
+from services.actor.rates import TrainingRates, load_of
 from tidegate.types import Layout
 from tidegate.v1 import events_pb2
 
 
 @dataclass(slots=True)
 class TrainingPicture:
-    """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins, gets its last
-    portion, ends or is dropped."""
+    """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins,
+    gets its last portion, ends or is dropped."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
@@ -32,13 +32,10 @@ class TrainingPicture:
     is_begun: bool = False
     """Whether a portion of the open minibatch is under way or trained."""
     closes_at_ms: int | None = None
-    """The expected end of the update, by the wall clock, as the store's clock. None before one was measured, and before
-    the last portion."""
+    """The expected end of the update, by the wall clock, as the store's clock. None before a portion was measured, and
+    before the last portion."""
     now_s: Callable[[], float] = time.monotonic
     """The clock of durations."""
-    _busy_s: float = 0.0
-    """The time of the portions so far."""
-    _num_tokens: int = 0
 
     async def paint(self) -> events_pb2.Training:
         return events_pb2.Training(
@@ -51,13 +48,14 @@ class TrainingPicture:
         )
 
     @contextmanager
-    def in_portion(self, layout: Layout, num_tokens: int, *, is_last: bool) -> Iterator[None]:
-        """The context of a portion of `num_tokens` response tokens. The last one makes the update.
+    def in_portion(self, layout: Layout, *, num_tokens: int, lengths: Sequence[int], is_last: bool) -> Iterator[None]:
+        """The context of a portion of `num_tokens` response tokens. The last one makes the update. `lengths`: the
+        tokens of each of its sequences, prompts included.
 
         If it raises, the minibatch is dropped."""
         is_change = is_last or not self.is_begun
         self.is_begun = True
-        if is_last and (expected_s := self.rates.expected_s(layout, num_tokens=num_tokens)) is not None:
+        if is_last and (expected_s := self.rates.expected_s(layout, lengths)) is not None:
             self.closes_at_ms = round((time.time() + expected_s) * 1000)
         if is_change:
             self.note_change()
@@ -67,10 +65,9 @@ class TrainingPicture:
         except BaseException:
             self.drop()
             raise
-        self._busy_s += self.now_s() - started_s
-        self._num_tokens += num_tokens
+        seconds, load = self.now_s() - started_s, load_of(lengths, layout)
+        self.rates.note(layout, num_tokens=num_tokens, load=load, seconds=seconds, is_last=is_last)
         if is_last:
-            self.rates.note(layout, num_tokens=self._num_tokens, seconds=self._busy_s)
             self._reset()
 
     def drop(self) -> None:
@@ -84,4 +81,4 @@ class TrainingPicture:
         self.note_change()
 
     def _reset(self) -> None:
-        self.is_begun, self.closes_at_ms, self._busy_s, self._num_tokens = False, None, 0.0, 0
+        self.is_begun, self.closes_at_ms = False, None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
 from tests.unit.actor.fake_ranks import PLENTY
-from tests.unit.actor.resize_bench import SPARE, ResizeBench
+from tests.unit.actor.resize_bench import SPARE, ResizeBench, permit, until_asked
 from tidegate.codec import fate_of
 from tidegate.types import Layout
 from tidegate.v1 import commands_pb2, events_pb2
@@ -232,6 +232,53 @@ async def test_a_resize_does_not_wait_for_groups_that_are_still_to_come(tmp_path
         await of.bench.changes.until(lambda: len(of.watch.prompts("fetch")) == 8)
         assert of.ranks.of[SPARE].num_asked == 0
         hold(of, holds=False)
+        await of.report()
+        rows = of.journal()
+    assert [row["dropped_tokens"] for row in rows] == [2 * TOKENS, 0]
+    assert of.ranks.of[SPARE].weights == ["1.0.0", "1.0.1"]
+
+
+async def test_a_resize_waits_for_a_minibatch_whose_groups_are_all_there(tmp_path: Path) -> None:
+    async with streaming(tmp_path, num_permits=0, actor=STANDBY) as of:
+        at = ResizeBench(of)
+        await at.start()
+        of.take(of.bench.open_iteration())
+        await of.scored([0, 1])
+        await until_asked(at, 1)
+        name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        # The rest comes while the first portion is trained.
+        await of.scored(range(2, 8))
+        await of.bench.changes.until(lambda: len(of.watch.prompts("fetch")) == 8)
+        permit(at, 1)
+        await until_asked(at, 2)
+        assert of.ranks.of[FIRST].resharded == [], "the minibatch is being trained"
+        permit(at, 1)
+        assert (await at.committed()).transition_id == name
+        permit(at, 2)
+        await of.report()
+        rows = of.journal()
+    assert portions(of) == [(0, [0, 1])]
+    assert [row["dropped_tokens"] for row in rows] == [0, 0]
+    assert of.ranks.of[SPARE].weights == ["1.0.0", "1.0.1"]
+
+
+async def test_a_minibatch_begins_again_at_once_where_its_rest_takes_longer(tmp_path: Path) -> None:
+    sizes = {"prompts_per_iteration": 16, "n_minibatches": 2}
+    async with streaming(tmp_path, num_permits=0, actor=STANDBY, algorithm=sizes) as of:
+        at = ResizeBench(of)
+        await at.start()
+        of.take(of.bench.open_iteration())
+        await of.scored([0, 1])
+        await until_asked(at, 1)
+        for _ in range(2):
+            of.take().rates.note(Layout(), num_tokens=1, load=1, seconds=1000.0, is_last=False)
+        name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        # Six groups on two replicas take longer than eight on three.
+        await of.scored(range(2, 16))
+        await of.bench.changes.until(lambda: len(of.watch.prompts("fetch")) == 16)
+        permit(at, 1)
+        assert (await at.committed()).transition_id == name
+        permit(at, PLENTY)
         await of.report()
         rows = of.journal()
     assert [row["dropped_tokens"] for row in rows] == [2 * TOKENS, 0]
