@@ -397,6 +397,7 @@ def job_config(tmp_path: Path, **sections: dict[str, Any]) -> JobConfig:
         },
         "actor": {"learning_rate": 1e-3, "layout": {"dp": 2}},
         "inference": {"layout": {"dp": 2}},
+        "scheduler": {"policy": "static"},
         "runtime": {"host_memory_root": str(tmp_path / "memory"), "ack_wait_s": ACK_WAIT_S},
     }
     for name, fields in sections.items():

@@ -52,6 +52,7 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
             "head_dim": 8,
             "max_seq_len": 64,
         },
+        "scheduler": {"policy": "static"},
         "task": {"name": "countdown"},
         "algorithm": {
             "iterations": 3,

@@ -55,7 +55,7 @@ def test_a_record_is_replayed_to_each_policy(tmp_path: Path, capsys: pytest.Capt
     )
     assert main(["simulate", "--replay", str(folder / "events.jsonl"), "-o", "json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert (found["job"], found["policy"], found["strange"], found["decisions"]) == ("small", "static", [], [])
+    assert (found["job"], found["policy"], found["strange"], found["decisions"]) == ("small", "tide", [], [])
 
 
 WRONG = {

@@ -61,15 +61,16 @@ def test_a_placement_is_counted_over_the_nodes_in_order() -> None:
 
 
 def test_a_policy_that_moves_gpus_may_give_each_of_the_jobs_gpus_to_every_component() -> None:
-    raw = _with("cluster.nodes", {"n0": 3, "n1": 4})
+    raw = _with("cluster.nodes", {"n0": 3, "n1": 4}) | {"scheduler": {"policy": "static"}}
     assert parse_config(raw).slots(Role.ROLLOUT) == ("n0/2", "n1/0")
     raw["rollout"] = {"standby": "0,5"}
     assert parse_config(raw).slots(Role.ROLLOUT) == ("n0/0", "n0/2", "n1/0", "n1/2")
     raw["rollout"] = {}
     raw["actor"]["standby"] = "6"
     assert parse_config(raw).slots(Role.ACTOR) == ("n0/0", "n0/1", "n1/3")
-    raw["scheduler"] = {"policy": "tide"}
     everywhere = ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n1/3")
+    assert parse_config(raw).gpus == everywhere
+    raw["scheduler"] = {"policy": "tide"}
     assert [parse_config(raw).slots(role) for role in Role] == [everywhere] * 3
 
 

@@ -144,7 +144,7 @@ def leaves(value: Any, at: str = "") -> list[str]:
 
 
 def test_rlinfs_scheduler_becomes_the_policy_with_its_rules() -> None:
-    assert read().config.scheduler == SchedulerSection()
+    assert read().config.scheduler == SchedulerSection(policy="static"), "its config says so"
     switches = ("cluster.auto_scheduler=true", "cluster.use_pre_process_policy=true")
     scheduler = read(*switches, "cluster.use_wait_before_last_iter_policy=false").config.scheduler
     assert scheduler.policy == "rlinf"

@@ -124,7 +124,7 @@ async def test_the_error_of_a_picture_is_raised_when_the_work_is_done() -> None:
 
 def test_large_pictures_come_less_often_and_still_less_where_no_policy_decides_on_them() -> None:
     large = events_pb2.Generation(group_size=1, lengths=[5000] * 4096)
-    static = pace_of(SchedulerSection(decide_every_s=0.5))
+    static = pace_of(SchedulerSection(decide_every_s=0.5, policy="static"))
     deciding = pace_of(SchedulerSection(decide_every_s=0.5, policy="dynarl"))
 
     assert static.pause_s(events_pb2.Training()) == deciding.pause_s(events_pb2.Training()) == 0.5

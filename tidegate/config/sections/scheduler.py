@@ -62,7 +62,7 @@ class TideSection(Section):
 class SchedulerSection(Section):
     """The assignment of GPUs while an iteration runs."""
 
-    policy: Literal["static", "rlinf", "dynarl", "tide"] = "static"
+    policy: Literal["static", "rlinf", "dynarl", "tide"] = "tide"
     decide_every_s: PositiveFloat = 1.0
     """The shortest interval between decisions on progress alone. A change of the job's structure is decided at once."""
     static: StaticSection = StaticSection()

@@ -21,8 +21,9 @@ def test_every_policy_of_the_config_is_registered_with_a_memory_of_its_own() -> 
     assert len({entry.memory for entry in ENTRIES.values()}) == len(ENTRIES)
 
 
-def test_a_job_that_names_no_policy_has_static() -> None:
-    assert policy_of(SchedulerSection()) == StaticPolicy()
+def test_a_job_that_names_no_policy_has_tide() -> None:
+    assert isinstance(policy_of(SchedulerSection()), TidePolicy)
+    assert policy_of(SchedulerSection(policy="static")) == StaticPolicy()
 
 
 def test_a_policy_has_the_rules_of_its_section() -> None:
