@@ -1,9 +1,10 @@
 """The groups in the lead's hand: taken from the stream, not yet published scored. Pure.
 
-The hand deals batches of shares to idle copies. A share is a whole group, or a part of one where fewer groups wait than
-copies are idle. A batch whose copy died or left comes back to the front, and another copy gets it: the stream knows
-nothing of it, so a move or a death uses up no delivery. A group that was with a copy that died is dealt alone from then
-on, and split no further. So the deaths of a group that kills its copies do not count against the groups beside it.
+The hand deals batches of shares to idle copies. A batch has a few micro-batches, so that copies that come, or end
+theirs, find something to do. A share is a whole group, or a part of one: of a large one, and where fewer groups wait
+than copies are idle. A batch whose copy died or left comes back to the front, and another copy gets it: the stream
+knows nothing of it, so a move or a death uses up no delivery. A group that was with a copy that died is dealt alone
+from then on. So the deaths of a group that kills its copies do not count against the groups beside it.
 
 Invariants:
 - A sample is waiting, with one copy, or scored. [test_hand: waits_or_is_with_one_copy]
@@ -23,14 +24,16 @@ from tidegate.ports.bus import SampleDelivery
 from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2
 
-MAX_GROUPS_A_BATCH = 8
-"""Enough to fill a pipeline. More would delay the first group, for which the actor may be waiting."""
+BATCHES_A_STAGE = 4
+"""The micro-batches of a batch, for each stage of the copy's pipeline: enough to fill it. More would delay the first
+group, for which the actor may be waiting."""
 
 
 class Hand:
-    def __init__(self, limits: BatchLimits) -> None:
-        """`limits`: of the copies' micro-batches."""
+    def __init__(self, limits: BatchLimits, *, num_stages: int = 1) -> None:
+        """`limits`: of the copies' micro-batches. `num_stages`: of a copy's pipeline."""
         self._limits = limits
+        self.max_batches = BATCHES_A_STAGE * num_stages
         self._held: dict[int, HeldGroup] = {}
         self._waiting: deque[Share] = deque()
 
@@ -66,11 +69,15 @@ class Hand:
         if len(self._waiting) < num_idle and not self._waiting[0].held.num_deaths:
             share = self._waiting.popleft()
             self._waiting.extendleft(reversed(share.split(num_idle // (len(self._waiting) + 1))))
-        most = min(MAX_GROUPS_A_BATCH, -(-len(self._waiting) // num_idle))
+        most, room = -(-len(self._waiting) // num_idle), self.max_batches
         batch: list[Share] = []
-        while len(batch) < most and not (batch and self._waiting[0].held.num_deaths):
-            batch.append(self._waiting.popleft())
-            if batch[0].held.num_deaths:
+        while len(batch) < most and room and not (batch and self._waiting[0].held.num_deaths):
+            share, rest = self._waiting.popleft().cut_after(room)
+            if rest is not None:
+                self._waiting.appendleft(rest)
+            room -= len(share.batches)
+            batch.append(share)
+            if share.held.num_deaths:
                 break
         return tuple(batch)
 

@@ -205,6 +205,7 @@ class InferenceLead(Lead):
                 max_deaths=config.runtime.max_deliveries,
                 ack_wait_s=config.runtime.ack_wait_s,
                 limits=limits_of(config),
+                num_stages=config.inference.layout.pp,
             ),
             lost=self._report_lost,
             note_progress=partial(self._report_scored, consumer, candidates),

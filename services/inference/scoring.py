@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from services.inference.copies import Copies, ScoringCopy
-from services.inference.hand import MAX_GROUPS_A_BATCH, Hand
+from services.inference.hand import Hand
 from services.inference.rates import ScoringRate
 from services.inference.shares import HeldGroup, Share
 from tidegate.candidates import Candidates, has_spread
@@ -48,6 +48,8 @@ class ScoringRules:
     ack_wait_s: float
     limits: BatchLimits
     """Of the copies' micro-batches."""
+    num_stages: int = 1
+    """Of a copy's pipeline."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Scoring:
     _fetching: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._hand = Hand(self.rules.limits)
+        self._hand = Hand(self.rules.limits, num_stages=self.rules.num_stages)
 
     async def run(self) -> None:
         """Returns when all candidates are published."""
@@ -116,7 +118,7 @@ class Scoring:
             fetched.result()
 
     async def _fetch(self, num_idle: int) -> None:
-        deliveries = await self.consumer.fetch(num_idle * MAX_GROUPS_A_BATCH, timeout_s=_FETCH_TIMEOUT_S)
+        deliveries = await self.consumer.fetch(num_idle * self._hand.max_batches, timeout_s=_FETCH_TIMEOUT_S)
         unscored = [each for each in deliveries if await self._accepts(each) and not self._takes(each)]
         for delivery in unscored:
             await self._publish(delivery.group, delivery)

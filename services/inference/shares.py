@@ -1,8 +1,8 @@
 """Shares of a group: the micro-batches of its samples that one copy scores. Pure.
 
-A copy scores whole groups as long as there is one for each. Where copies would have nothing, a group is split between
-them, so that the last groups of an iteration take no longer than they must. A share has whole micro-batches of its
-group, and a worker that gets them alone cuts them into the same ones. So a split changes no bit.
+A copy scores whole groups as long as they are small and there is one for each. A large group, or one of the last, is
+split between copies, so that the last groups of an iteration take no longer than they must. A share has whole
+micro-batches of its group, and a worker that gets them alone cuts them into the same ones. So a split changes no bit.
 
 Invariants:
 - A share that is cut again has the same micro-batches. [test_shares: cut_again_has_the_same_micro_batches]
@@ -68,6 +68,12 @@ class Share:
         """At most so many pieces: one micro-batch is the smallest. Each gets every `num_pieces`-th."""
         num_pieces = min(num_pieces, len(self.batches))
         return [Share(self.held, self.batches[piece::num_pieces]) for piece in range(num_pieces)]
+
+    def cut_after(self, num_batches: int) -> tuple[Share, Share | None]:
+        """The first micro-batches, and the rest, if there is one."""
+        if num_batches >= len(self.batches):
+            return self, None
+        return Share(self.held, self.batches[:num_batches]), Share(self.held, self.batches[num_batches:])
 
 
 def limits_of(config: JobConfig) -> BatchLimits:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.hand import MAX_GROUPS_A_BATCH, Hand
+from services.inference.hand import BATCHES_A_STAGE, Hand
 from services.inference.shares import Share
 from tests.watched_samples import generated_group
 from tidegate.codec import decode_sample_id
@@ -66,7 +66,7 @@ def test_idle_copies_share_what_waits_and_no_batch_is_above_the_limit() -> None:
     assert prompts_of(hand.deal(num_idle=2)) == [0, 1, 2]
     assert prompts_of(hand.deal(num_idle=1)) == [3, 4]
     assert hand.deal(num_idle=1) == ()
-    assert len(hand_of(*range(50)).deal(num_idle=1)) == MAX_GROUPS_A_BATCH
+    assert len(hand_of(*range(50)).deal(num_idle=1)) == BATCHES_A_STAGE
 
 
 def test_after_a_death_groups_are_dealt_alone_and_first() -> None:
@@ -110,6 +110,16 @@ def test_where_more_copies_than_groups_are_idle_a_group_is_split() -> None:
     assert sorted(draws_of(first) + draws_of(second)) == [0, 1]
     assert not hand.note_scored(first[0], scored(first[0]))
     assert hand.note_scored(second[0], scored(second[0]))
+
+
+def test_a_large_group_is_dealt_in_parts_so_that_a_copy_that_comes_gets_one() -> None:
+    hand = Hand(LIMITS, num_stages=2)
+    hand.add(Delivered(generated_group(0, rewards=[0.0] * 11)))
+    hand.add(Delivered(generated_group(1)))
+    parts = [hand.deal(num_idle=1) for _ in range(3)]
+    assert [prompts_of(part) for part in parts] == [[0], [0, 1], []]
+    assert [len(draws_of(part)) for part in parts] == [8, 5, 0]
+    assert [hand.note_scored(share, scored(share)) for part in parts for share in part] == [False, True, True]
 
 
 def test_a_group_of_one_micro_batch_is_never_split() -> None:
