@@ -132,8 +132,8 @@ class TrainingRates:
         if not alike:
             return None
         update_s = self._fixed_s()
-        net_s, load = (sum(each) for each in zip(*((it.net_s(update_s), it.load) for it in alike), strict=True))
-        return update_s + load_of(lengths, layout) * net_s / load
+        token_s = sum(each.net_s(update_s) for each in alike) / sum(each.load for each in alike)
+        return update_s + load_of(lengths, layout) * token_s
 
     def by_layout(self) -> list[events_pb2.TrainerRate]:
         """The rate of each measured layout; the layout of the last portion comes last."""
