@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.inference.hand import BATCHES_A_STAGE, Hand
 from services.inference.shares import Share
+from tests.unit.inference.deliveries import Delivered
 from tests.watched_samples import generated_group
 from tidegate.codec import decode_sample_id
 from tidegate.megatron.batching import BatchLimits
 from tidegate.types import SampleId
 from tidegate.v1 import samples_pb2
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """A delivery that is only held."""
-
-    group: samples_pb2.SampleGroup
-    num_deliveries: int = 1
-
-    async def ack(self) -> None:
-        raise AssertionError("the hand settles nothing")
-
-    async def in_progress(self) -> None:
-        raise AssertionError("the hand settles nothing")
-
-    async def nak(self, *, delay_s: float = 0.0) -> None:
-        raise AssertionError("the hand settles nothing")
-
-    async def dead_letter(self, reason: str) -> None:
-        raise AssertionError("the hand settles nothing")
-
 
 LIMITS = BatchLimits(max_tokens=8)
 """Each sample is a micro-batch of its own: a group has two."""

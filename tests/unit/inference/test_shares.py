@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.inference.shares import HeldGroup, Share, lengths_of, whole_of
-from tests.unit.inference.test_hand import Delivered
+from tests.unit.inference.deliveries import Delivered
 from tests.watched_samples import generated_group
 from tidegate.megatron.batching import BatchLimits, cut
 from tidegate.v1 import samples_pb2
