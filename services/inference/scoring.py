@@ -47,9 +47,9 @@ class ScoringRules:
     max_deaths: int
     ack_wait_s: float
     limits: BatchLimits
-    """Of the copies' micro-batches."""
+    """The limits of the copies' micro-batches."""
     num_stages: int = 1
-    """Of a copy's pipeline."""
+    """The stages of a copy's pipeline."""
 
 
 @dataclass(slots=True)

@@ -54,6 +54,18 @@ class Course:
         async with self._ranks.alone():
             self.done.append("change")
 
+    async def queued(self) -> tuple[asyncio.Task[Any], asyncio.Task[None], asyncio.Task[None]]:
+        """A request, and behind it a change and another request, in this order. The first ends when this returns."""
+        ends = asyncio.Event()
+        first = asyncio.create_task(self._ranks.do("first", ends.wait))
+        await settled()
+        change = asyncio.create_task(self.change())
+        await settled()
+        second = asyncio.create_task(self.request("second"))
+        await settled()
+        ends.set()
+        return first, change, second
+
 
 async def test_reserved_ranks_wait_for_the_next_request_of_the_same() -> None:
     ranks, _ = two_ranks()
@@ -80,14 +92,8 @@ async def test_a_change_gets_the_ranks_when_their_reservation_ends() -> None:
 
 async def test_a_change_that_waits_comes_before_the_next_request() -> None:
     ranks, _ = two_ranks()
-    course, ends = Course(ranks), asyncio.Event()
-    first = asyncio.create_task(ranks.do("first", ends.wait))
-    await settled()
-    change = asyncio.create_task(course.change())
-    await settled()
-    second = asyncio.create_task(course.request("second"))
-    await settled()
-    ends.set()
+    course = Course(ranks)
+    first, change, second = await course.queued()
     await asyncio.gather(first, change, second)
     assert course.done == ["change", "second"]
 
@@ -121,14 +127,8 @@ async def test_a_request_that_breaks_off_reserves_nothing() -> None:
 
 async def test_a_change_that_is_given_up_leaves_the_ranks_to_requests() -> None:
     ranks, _ = two_ranks()
-    course, ends = Course(ranks), asyncio.Event()
-    first = asyncio.create_task(ranks.do("first", ends.wait))
-    await settled()
-    change = asyncio.create_task(course.change())
-    await settled()
-    second = asyncio.create_task(course.request("second"))
-    await settled()
-    ends.set()
+    course = Course(ranks)
+    first, change, second = await course.queued()
     await end_task(change)
     await asyncio.gather(first, second)
     assert course.done == ["second"]
