@@ -61,6 +61,7 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         standby=tuple(gpu for gpu in placement.cluster if gpu not in held),
         minibatch_order=own.minibatch_order,
         streams=own.streams,
+        carries_gradients=scenario.carries_gradients,
         num_logical_shards=scenario.actor_num_logical_shards,
         layouts=others,
         costs=measured_costs(scenario.costs, _reshard(scenario)),

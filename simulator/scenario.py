@@ -83,6 +83,7 @@ class Scenario(ScenarioSections):
             prompt_tokens=self.algorithm.prompt_tokens,
             minibatch_order=self.algorithm.minibatch_order,
             streams=self.algorithm.streams,
+            carries_gradients=self.carries_gradients,
             observation_tokens=self.lengths.observation_tokens,
             environment_s=self.lengths.environment_s,
         )

@@ -86,3 +86,8 @@ class ScenarioSections(Section):
     """The default policy and the rules of each policy. In a simulation a policy knows the costs and lengths that
     earlier iterations would have measured, so the assumptions of a config have no counterpart here."""
     faults: tuple[FaultSection, ...] = ()
+
+    @property
+    def carries_gradients(self) -> bool:
+        """As `actor.carries_gradients` of a job."""
+        return self.algorithm.streams and self.actor_num_logical_shards is None

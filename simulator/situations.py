@@ -77,6 +77,7 @@ class Situations:
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
             measured=tuple(rates),
             update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
+            portion_ends_at_ms=None if trainer.portion_ends_at_s is None else to_ms(trainer.portion_ends_at_s),
         )
 
 

@@ -60,6 +60,8 @@ class Trainer:
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
         """The end of the open minibatch, known once its last group is taken."""
+        self.portion_ends_at_s: float | None = None
+        """The end of the group that is trained."""
         self._busy: Due | None = None
         self._resizing: tuple[Due, Resize] | None = None
         self._has_died = False
@@ -115,10 +117,10 @@ class Trainer:
             self._shared.gpus.mark(self.gpus, Doing.WAITING if self._busy is None else Doing.TRAINING, self._now)
 
     def _go(self) -> None:
-        if not self.taken:
+        if not self.taken or (self._workload.carries_gradients and self._keeps_ranks()):
             self._begin_resize()
-            if self._resizing is not None or self.waiting_resize is not None or not self._may_open():
-                return
+        if self._resizing is not None or (not self.taken and (self._awaits_gpus() or not self._may_open())):
+            return
         if self.gpus and not self.is_done and (at := self._next()) is not None:
             self._train(at)
 
@@ -130,7 +132,7 @@ class Trainer:
         again = len(self.taken)
         self.ready[:0] = self.taken
         self.taken, self.gpus, self.layout = [], (), None
-        self._busy = self._resizing = self.closes_at_s = None
+        self._busy = self._resizing = self.closes_at_s = self.portion_ends_at_s = None
         self._has_died = True
         self._with_groups.clear()
         self.drop_waiting(gpu)
@@ -155,6 +157,14 @@ class Trainer:
     @property
     def _now(self) -> float:
         return self._shared.clock.now_s
+
+    def _keeps_ranks(self) -> bool:
+        """Whether the waiting resize leaves ranks that carry the gradients."""
+        return self.waiting_resize is not None and bool(self.waiting_resize.gpus)
+
+    def _awaits_gpus(self) -> bool:
+        """Whether the next minibatch waits for the GPUs of a resize."""
+        return self.waiting_resize is not None and not (self._workload.carries_gradients and self._keeps_ranks())
 
     def _begin_resize(self) -> None:
         resize = self.waiting_resize
@@ -226,10 +236,11 @@ class Trainer:
             seconds += self._costs.trainer.fixed_s
             self.closes_at_s = self._now + seconds
             self._shared.report(What.MINIBATCH_CLOSED, self.minibatch, size)
+        self.portion_ends_at_s = self._now + seconds
         self._busy = self._shared.clock.schedule(self._now + seconds, partial(self._trained, is_last))
 
     def _trained(self, is_last: bool) -> None:
-        self._busy = None
+        self._busy = self.portion_ends_at_s = None
         assert self.layout is not None, "a trainer with GPUs has a layout"
         if (is_last or self._workload.streams) and self.layout not in self.trained_in:
             self.trained_in.append(self.layout)

@@ -26,6 +26,8 @@ class Workload:
     minibatch_order: MinibatchOrder = MinibatchOrder.ARRIVAL
     streams: bool = True
     """Whether a minibatch starts when its first group has log-probabilities, instead of its last."""
+    carries_gradients: bool = False
+    """Whether a waiting resize begins between two groups of an open minibatch, which then goes on in the new layout."""
     observation_tokens: int = 0
     environment_s: float = 0.0
 

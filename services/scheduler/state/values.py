@@ -96,6 +96,8 @@ class JobSpec:
     minibatch_order: MinibatchOrder = MinibatchOrder.FIXED
     streams: bool = True
     """A minibatch begins with the first groups that arrive. Otherwise it begins once all its groups are there."""
+    carries_gradients: bool = False
+    """An open minibatch goes on in the new layout after a reshard. Otherwise it keeps its layout, or begins again."""
     num_logical_shards: int | None = None
     """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
     layouts: tuple[Layout, ...] = ()

@@ -200,6 +200,12 @@ class ActorSection(_Section):
     """The most consecutive updates that are skipped for a non-finite gradient. One more ends the job."""
     warm_up: WarmUpSection = WarmUpSection()
 
+    @property
+    def carries_gradients(self) -> bool:
+        """Whether an open minibatch goes on in the new layout after a reshard. In reproducible mode it begins again:
+        there the bits depend on sums by shard."""
+        return self.streams_minibatches and self.num_logical_shards is None
+
 
 class InferenceSection(_Section):
     """Log-probabilities."""
