@@ -5,9 +5,9 @@ brings the rank back. The living ranks may have served a request before it is re
 result.
 
 A request may leave something uncommitted on the ranks, such as gradients. `num_interruptions` tells whether all of it
-is still there: it grows when a rank dies in a request, and when the ranks are someone's `alone`. So a request can
-reserve the ranks for the next one: until then nobody else gets them, but for a change that a death needs. Otherwise who
-wants them `alone` comes before the next request.
+is still there: it grows when a rank dies in a request, and when someone had the ranks `alone` and lost it. So a request
+can reserve the ranks for the next one: until then nobody else gets them, but for a change that a death needs. Otherwise
+who wants them `alone` comes before the next request.
 
 Invariants:
 - At most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -32,6 +33,13 @@ Result = TypeVar("Result")
 
 LAST_WORDS_S = 2.0
 """A death shows at the worker's own instance within this time after its peers lost it."""
+
+
+@dataclass(slots=True)
+class Change:
+    """What someone does with the ranks alone. `interrupts`: whether what was uncommitted is lost."""
+
+    interrupts: bool
 
 
 class AllRanks:
@@ -59,13 +67,19 @@ class AllRanks:
         return len(self._crew.members) == self.layout.num_ranks
 
     @property
+    def are_changing(self) -> bool:
+        """Whether the ranks are at work, or someone waits to have them alone."""
+        return self._is_busy or bool(self._waiting)
+
+    @property
     def wanted(self) -> Layout | None:
         """The layout of the next change that waits for the ranks and has one."""
         return next((layout for layout in self._waiting if layout is not None), None)
 
     @asynccontextmanager
-    async def alone(self, *, to: Layout | None = None, changes_ranks: bool = True) -> AsyncIterator[None]:
-        """Send the ranks no other request within this context. If it `changes_ranks`, it is an interruption."""
+    async def alone(self, *, to: Layout | None = None, changes_ranks: bool = True) -> AsyncIterator[Change]:
+        """Send the ranks no other request within this context. If it `changes_ranks`, it is an interruption at its end,
+        unless it turned out to be none."""
         self._waiting.append(to)
         is_got = False
         try:
@@ -78,10 +92,11 @@ class AllRanks:
             if not is_got:
                 # Who left the ranks to this change goes on.
                 self.note_interruption()
-        self.num_interruptions += changes_ranks
+        change = Change(interrupts=changes_ranks)
         try:
-            yield
+            yield change
         finally:
+            self.num_interruptions += change.interrupts
             self._is_busy = False
             self._look_again()
             self.note_interruption()

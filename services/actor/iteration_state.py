@@ -30,11 +30,16 @@ from tidegate.v1 import workers_pb2 as wire
 class BegunMinibatch:
     """The portions of the open minibatch whose gradients the ranks hold uncommitted."""
 
-    num_portions: int = 0
+    portions: list[wire.Accumulate] = field(default_factory=list)
+    """As the ranks got them, in order."""
     num_tokens: int = 0
     """Their response tokens."""
     num_interruptions: int = 0
-    """`AllRanks.num_interruptions` at the last of them: at another number the gradients are lost."""
+    """`AllRanks.num_interruptions` since the gradients are where they are: at another number they are lost."""
+
+    @property
+    def num_portions(self) -> int:
+        return len(self.portions)
 
 
 @dataclass(slots=True)

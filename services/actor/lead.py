@@ -7,8 +7,9 @@ into an empty folder, a publish of the same version. It does not repeat the warm
 warm-up's steps.
 
 An update takes these steps:
-1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize or a death
-   between two portions drops these gradients: their tokens are counted, and the minibatch begins again.
+1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize between two
+   portions carries these gradients into its layout. A death or a suspension drops them, and so does a resize in
+   reproducible mode: their tokens are counted, and the minibatch begins again.
 2. With the last portion, all ranks commit the optimizer's update.
 3. The sample ledger, the journal and the learning-rate ledger record it, in this order.
 4. The lead publishes the events and acknowledges the groups.
@@ -54,7 +55,7 @@ from services.actor.snapshots import SnapshotShelf
 from services.actor.streamed_updates import StreamedUpdates
 from services.actor.suspension import Suspension
 from services.actor.training_picture import TrainingPicture
-from services.actor.two_phase_resize import Resize, ResizeAborted, TwoPhaseResize, resize_of
+from services.actor.two_phase_resize import Resize, ResizeAborted, Resized, TwoPhaseResize, resize_of
 from tidegate.checksums import WrittenFile
 from tidegate.codec import decode_grants, decode_sample_id, encode_grants, encode_layout
 from tidegate.lines import append_lines
@@ -65,7 +66,7 @@ from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.keep_alive import keep_alive
 from tidegate.runtime.lead import Lead, LeadTools, candidates_of, layout_of, redelivery_delay_s
 from tidegate.runtime.pictures import Pictures
-from tidegate.types import Grant, Role, SampleId
+from tidegate.types import Role, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -163,32 +164,32 @@ class ActorLead(Lead):
 
     async def _resize(self, resize: Resize) -> None:
         try:
-            async with self._ranks.alone(to=resize.layout):
+            async with self._ranks.alone(to=resize.layout) as change:
                 num_dead = self._ranks.layout.num_ranks - len(resize.survivors)
-                report, released = await self._two_phase.run(resize, self._ranks.layout)
+                portions = () if num_dead else self._updates.portions
+                resized = await self._two_phase.run(resize, self._ranks.layout, portions=portions)
                 self._ranks.switch(resize.layout)
+                change.interrupts = not resized.keeps_portions
         except ResizeAborted as aborted:
             await self.publish(events_pb2.ResizeFailed(message=str(aborted)), transition=resize.transition)
         except Exception as error:  # noqa: BLE001 - the edge: after any error the ranks hold no usable state
             await self.fail(f"resize {resize.transition}", error)
             return
         else:
-            await self._report_resize(resize, report, released, num_dead=num_dead)
+            await self._report_resize(resize, resized, num_dead=num_dead)
         # A new standby joins the world of the next resize, so start it while no resize is at work.
         async with self._ranks.alone(changes_ranks=False):
             await self._world.stand_by()
 
-    async def _report_resize(
-        self, resize: Resize, report: types_pb2.ReshardReport, released: Sequence[Grant], *, num_dead: int
-    ) -> None:
-        transition = resize.transition
+    async def _report_resize(self, resize: Resize, resized: Resized, *, num_dead: int) -> None:
+        transition, released = resize.transition, resized.released
         if resize.coming:
             acquired = events_pb2.GpusAcquired(grants=encode_grants(resize.coming))
             await self.publish(acquired, transition=transition, grants=resize.coming)
         committed = events_pb2.LayoutCommitted(
             layout=encode_layout(resize.layout),
             grants=encode_grants(resize.members),
-            reshard=report,
+            reshard=resized.report,
             num_dead=num_dead,
         )
         await self.publish(committed, transition=transition, grants=resize.members)

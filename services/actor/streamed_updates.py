@@ -1,13 +1,17 @@
 """Trains a minibatch portion by portion: sends the ranks its groups as they come, and the update with the last ones.
 
-Between two portions the ranks hold uncommitted gradients. An interruption of the ranks (`AllRanks`) loses them: a
-resize, or a death. Then their tokens are counted, and the minibatch begins again with all groups that are there.
+Between two portions the ranks hold uncommitted gradients. A resize with all ranks alive carries them into the new
+layout, so it comes before the next portion. Any other interruption of the ranks (`AllRanks`) loses them, such as a
+death. Then their tokens are counted, and the minibatch begins again with all groups that are there.
+
+In reproducible mode a resize loses them too. So it waits for the portions whose groups are there.
 
 Invariants:
 - An update has each group of its minibatch once, whatever interrupts its portions.
   [test_streaming: minibatch_begins_again_after_a_resize] [test_streaming: minibatch_begins_again_after_a_death]
-- A resize waits for a portion that is under way and for those whose groups are there, and not for groups that are
-  still to come. [test_streaming: resize_does_not_wait_for_groups] [test_streaming: resize_waits_for_a_minibatch]
+- A portion is trained once, however often the layout changes after it. [test_streaming: minibatch_goes_on_after]
+- A resize waits for a portion that is under way. In reproducible mode it also waits for those whose groups are there.
+  [test_streaming: reproducible_resize_does_not_wait] [test_streaming: reproducible_resize_waits]
 - It does not wait for a rest that takes longer than the whole minibatch in its layout.
   [test_streaming: begins_again_at_once]
 """
@@ -30,13 +34,18 @@ class StreamedUpdates:
     def __init__(self, ranks: AllRanks, job: Job) -> None:
         self._ranks = ranks
         self._config = job.config
+        self._carries = job.config.actor.carries_gradients
+        self._begun = BegunMinibatch()
         self._limits = limits_of(job.config.actor, job.model)
         self._reshard_s = job.config.assumptions.costs.reshard_s
 
     def next_portion(self, state: IterationState, *, is_held: bool) -> Portion | None:
         """The portion to train now. Drops those before it, where the ranks have lost their gradients.
 
-        If training is held, no minibatch begins. One that has begun goes on."""
+        If training is held, no minibatch begins. One that has begun goes on. A change of the ranks that carries
+        gradients comes first: the portions after it are cut for its layout."""
+        if self._carries and self._ranks.are_changing:
+            return None
         if self._are_lost(state.begun):
             state.drop_portions()
         if is_held and not state.begun.num_portions:
@@ -64,13 +73,19 @@ class StreamedUpdates:
         anew_s = rates.expected_s(layout, [*begun, *rest])
         return here_s is not None and anew_s is not None and anew_s + self._reshard_s < here_s
 
+    @property
+    def portions(self) -> tuple[wire.Accumulate, ...]:
+        """The portions of the open minibatch that a resize now carries. None in reproducible mode."""
+        return () if not self._carries or self._are_lost(self._begun) else tuple(self._begun.portions)
+
     async def accumulate(self, portion: Portion, state: IterationState, *, update_id: str, lr_before: str) -> None:
         call = wire.Accumulate(update_id=update_id, bundle_sizes=portion.bundle_sizes)
         call.samples.extend(self.samples_of(state.trained_groups(portion.prompts)))
         call.num_before, call.lr_before = state.begun.num_portions, lr_before
         what = f"portion {call.num_before} of update {update_id}"
+        self._begun = state.begun
         if await self._ask(what, wire.WorkerCall(accumulate=call), call.samples, state, is_last=False) is not None:
-            state.begun.num_portions += 1
+            state.begun.portions.append(call)
             state.begun.num_tokens += _num_tokens(call.samples)
 
     async def update(self, portion: Portion, state: IterationState, lr: LrUpdate) -> wire.UpdateReport | None:
@@ -83,7 +98,7 @@ class StreamedUpdates:
         replies = await self._ask(f"update {lr.update_id}", call, train.samples, state, is_last=True)
         if replies is None:
             return None
-        state.begun = BegunMinibatch()
+        self._begun = state.begun = BegunMinibatch()
         reports = [reply.update for reply in replies]
         lr.check(reports)
         return update_report(reports)
@@ -113,7 +128,7 @@ class StreamedUpdates:
             ):
                 return await self._ranks.ask(call)
 
-        return await self._ranks.do(what, ask_portion, reserves=not is_last)
+        return await self._ranks.do(what, ask_portion, reserves=not (is_last or self._carries))
 
     def _are_lost(self, begun: BegunMinibatch) -> bool:
         return bool(begun.num_portions) and begun.num_interruptions != self._ranks.num_interruptions

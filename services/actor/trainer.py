@@ -107,7 +107,7 @@ class MegatronTrainer:
 
         Every rank gets all samples. `bundle_sizes`: as in GrpoMinibatch; `cursor`: as in ElasticTrainer. Raises
         ValueError before anything begins, NotInLayout, and PeerLost."""
-        minibatch = self._portion(samples, bundle_sizes)
+        minibatch = self._next_portion(samples, bundle_sizes)
         with self._pacer.step(lambda law: law.training_s(minibatch.replica_tokens(self._place()), self._layout)):
             update = self._update(minibatch, learning_rate, cursor)
         scale, importance_cap = minibatch.scale, self.settings.grpo.importance_cap
@@ -118,7 +118,7 @@ class MegatronTrainer:
     def accumulate(self, samples: Sequence[TrainSample], *, bundle_sizes: Sequence[int] = ()) -> None:
         """Add the gradients of a portion of the next minibatch. Raises as `train_minibatch`."""
         self._refuse_standby()
-        portion = self._portion(samples, bundle_sizes)
+        portion = self._next_portion(samples, bundle_sizes)
         with self._pacer.step(lambda law: law.portion_s(portion.replica_tokens(self._place()), self._layout)):
             self.elastic.accumulate(portion)
 
@@ -130,9 +130,15 @@ class MegatronTrainer:
     def drop_portions(self) -> None:
         self.elastic.drop_portions()
 
-    def _portion(self, samples: Sequence[TrainSample], bundle_sizes: Sequence[int]) -> GrpoMinibatch:
+    def portion(
+        self, samples: Sequence[TrainSample], bundle_sizes: Sequence[int], *, before: Sequence[GrpoMinibatch]
+    ) -> GrpoMinibatch:
+        """A portion of a minibatch, after those `before`. Raises ValueError where a sample lacks what the job needs."""
+        return GrpoMinibatch(samples, self.settings, bundle_sizes, tuple(before))
+
+    def _next_portion(self, samples: Sequence[TrainSample], bundle_sizes: Sequence[int]) -> GrpoMinibatch:
         before = [portion for portion in self.elastic.portions if isinstance(portion, GrpoMinibatch)]
-        return GrpoMinibatch(samples, self.settings, bundle_sizes, before)
+        return self.portion(samples, bundle_sizes, before=before)
 
     def supervised_step(self, demonstrations: Sequence[Demonstration], learning_rate: float) -> UpdateReport:
         """One update on the mean negative log-likelihood of the tokens in the masks. Raises as `train_minibatch`."""

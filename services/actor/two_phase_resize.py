@@ -91,6 +91,20 @@ def resize_of(command: Command) -> Resize | None:
     return Resize(transition, coming, leaving, decode_grants(command.members), decode_layout(command.layout))
 
 
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """A committed resize.
+
+    report: the slowest member's.
+    released: the grants of the free GPUs.
+    keeps_portions: whether the new layout has the gradients of the portions.
+    """
+
+    report: types_pb2.ReshardReport
+    released: tuple[Grant, ...]
+    keeps_portions: bool
+
+
 class TwoPhaseResize:
     """Runs resizes, one at a time; see the module. The caller sends the ranks no other request meanwhile."""
 
@@ -106,17 +120,19 @@ class TwoPhaseResize:
         """Note that the ranks hold their state in the world's present epoch."""
         self._state_epoch = self._world.epoch
 
-    async def run(self, resize: Resize, layout: Layout) -> tuple[types_pb2.ReshardReport, tuple[Grant, ...]]:
-        """Resize from `layout` on the crew's members. Returns the slowest member's report, and the free GPUs' grants.
+    async def run(self, resize: Resize, layout: Layout, *, portions: Sequence[wire.Accumulate] = ()) -> Resized:
+        """Resize from `layout` on the crew's members. `portions`: those of the open minibatch, to be carried where the
+        epoch stays.
 
-        Raises ResizeAborted. After any other exception the actor's state is lost."""
+        Raises ResizeAborted; then the portions are lost. After any other exception the actor's state is lost."""
         name = self.new_name(resize.transition)
         planned = await self.planned(resize.transition)
         await self._crew.forget_dead()
         taking_part = self._taking_part(resize)
         try:
-            await self._bring_in(resize)
-            report = await self.prepare(name, resize.layout, resize.members)
+            stays_in_epoch = await self._bring_in(resize)
+            carried = portions if stays_in_epoch else ()
+            report = await self.prepare(name, resize.layout, resize.members, portions=carried)
             await self._commit(planned, resize.layout)
         except Exception as error:
             self._log.warning("resize aborted", transition=resize.transition, error=str(error))
@@ -129,7 +145,7 @@ class TwoPhaseResize:
         self._crew.arrange(members)
         if not is_epoch_whole and len(members) == len(resize.members):
             await self.enter_next(f"{resize.transition}/on", resize.layout)
-        return report, released
+        return Resized(report, released, keeps_portions=bool(carried) and is_epoch_whole)
 
     def new_name(self, what: str) -> str:
         self._num_reshards += 1
@@ -141,15 +157,22 @@ class TwoPhaseResize:
         standing_by = [grant for grant in self._crew.standbys if grant.gpu not in coming]
         return (*resize.survivors, *resize.coming, *standing_by)
 
-    async def _bring_in(self, resize: Resize) -> None:
+    async def _bring_in(self, resize: Resize) -> bool:
+        """Start the members that come. Returns whether the epoch is the same as before."""
         self._refuse_dead(resize.survivors)
         await self._world.start(resize.coming, transition=resize.transition)
-        if not self._world.is_whole:
-            await self._world.join()
+        if self._world.is_whole:
+            return self._world.epoch == self._state_epoch
+        await self._world.join()
+        return False
 
-    async def prepare(self, name: str, layout: Layout, members: Sequence[Grant]) -> types_pb2.ReshardReport:
+    async def prepare(
+        self, name: str, layout: Layout, members: Sequence[Grant], *, portions: Sequence[wire.Accumulate] = ()
+    ) -> types_pb2.ReshardReport:
         """Have all prepare. Returns the slowest member's report. Raises CertificatesDiffer."""
-        request = wire.PrepareReshard(id=name, layout=encode_layout(layout), ranks=self._world.ids(members))
+        request = wire.PrepareReshard(
+            id=name, layout=encode_layout(layout), ranks=self._world.ids(members), portions=portions
+        )
         calls = dict.fromkeys(self._world.everyone, wire.WorkerCall(prepare_reshard=request))
         replies = await self._crew.ask_interdependent(calls, last_words_s=LAST_WORDS_S)
         reports = [reply.prepared for reply in replies]

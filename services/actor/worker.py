@@ -34,6 +34,7 @@ from services.actor import arena_folder
 from services.actor.checkpoints import CheckpointError, files_of
 from services.actor.epochs import Epochs
 from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
+from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.keeper import Keeper
 from services.actor.microbatch import Demonstration, TrainSample
 from services.actor.settings import OptimizerSettings, TrainerSettings, limits_of
@@ -78,6 +79,8 @@ class _PreparedReshard(NamedTuple):
 
     id: str
     prepared: PreparedReshard
+    update: str
+    """The update whose portions it carries. Empty: it carries none."""
 
 
 class TrainerWorker:
@@ -294,13 +297,22 @@ class TrainerWorker:
             with self._peers(f"reshard {request.id}"):
                 try:
                     mesh = elastic.mesh_of(decode_layout(request.layout), tuple(request.ranks))
-                    self._open = _PreparedReshard(request.id, elastic.prepare(mesh, name=request.id))
+                    prepared = elastic.prepare(mesh, name=request.id, portions=self._portions(request.portions))
+                    update = request.portions[0].update_id if request.portions else ""
+                    self._open = _PreparedReshard(request.id, prepared, update)
                 except PeerLost:
                     raise
                 # After any error, the first phase has freed its memory and the old layout is as it was.
                 except Exception as error:
                     raise CallRefused(f"reshard {request.id}: {type(error).__name__}: {error}") from error
         return Answer(call.call_id, _encode_report(self._open.prepared.report()))
+
+    def _portions(self, asked: Iterable[wire.Accumulate]) -> list[GrpoMinibatch]:
+        trainer = self._member()
+        found: list[GrpoMinibatch] = []
+        for portion in asked:
+            found.append(trainer.portion(_train_samples(portion.samples), portion.bundle_sizes, before=found))
+        return found
 
     def _build_ahead(self, call: wire.WorkerCall) -> Answer:
         """A lost peer costs this layout and nothing else: the ranks of the present one go on."""
@@ -322,9 +334,10 @@ class TrainerWorker:
             return Answer(call.call_id, wire.Committed(in_epoch=True))
         if self._open is None or self._open.id != name:
             raise CallRefused(f"reshard {name} is not prepared here; open: {self._open.id if self._open else 'none'}")
-        prepared, self._open, self._last_committed = self._open.prepared, None, name
+        opened, self._open, self._last_committed = self._open, None, name
+        self._open_update = opened.update
         try:
-            elastic.commit(prepared)
+            elastic.commit(opened.prepared)
         except PeerLost as error:
             # This member has switched. The lead makes the next epoch for one that has not, or was late.
             self._epochs.leave(f"at the commit of reshard {name}: {error}")

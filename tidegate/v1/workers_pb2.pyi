@@ -409,6 +409,7 @@ class PrepareReshard(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    PORTIONS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A new id, never used before."""
     @_builtins.property
@@ -417,16 +418,23 @@ class PrepareReshard(_message.Message):
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The members that train afterwards, in rank order."""
 
+    @_builtins.property
+    def portions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Accumulate]:
+        """The portions of the open minibatch whose gradients are carried into the new layout, in order. Members that came
+        after them learn them here. None: the ranks drop what they hold.
+        """
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         layout: _types_pb2.Layout | None = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
+        portions: _abc.Iterable[Global___Accumulate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "layout", b"layout", "portions", b"portions", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -802,7 +810,8 @@ Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
 @_typing.final
 class Accumulate(_message.Message):
     """A portion of the next update's minibatch, not its last one. Its gradients are added and stay uncommitted: they are
-    lost with any change of the ranks. Every rank gets all of the portion and takes its part.
+    lost with any change of the ranks but a reshard that carries them. Every rank gets all of the portion and takes its
+    part.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

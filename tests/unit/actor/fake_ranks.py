@@ -69,6 +69,8 @@ class FakeRank:
         """The updates, each with the samples of all its portions."""
         self.portions: list[wire.Accumulate] = []
         """The portions whose gradients are uncommitted."""
+        self.carried: list[wire.Accumulate] = []
+        """The portions of the reshard that is prepared."""
         self.accumulated: list[wire.Accumulate] = []
         """All portions before the last of an update, also those that were dropped."""
         self.weights: list[str] = []
@@ -171,7 +173,10 @@ class FakeRank:
 
     def _reshard(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
         self.resharded.append(kind)
-        self.portions.clear()
+        if kind == "prepare_reshard":
+            self.carried = list(call.prepare_reshard.portions)
+            assert not self.carried or self.portions in ([], self.carried), "its gradients are of other portions"
+        self.portions = list(self.carried)
         self._changes.notify()
         match kind:
             case "prepare_reshard":

@@ -122,7 +122,7 @@ async def test_a_request_that_breaks_off_reserves_nothing() -> None:
     with pytest.raises(WorkerGone):
         await ranks.do("portion", ask, reserves=True)
     async with asyncio.timeout(5), ranks.alone():
-        assert ranks.num_interruptions == 2
+        assert ranks.num_interruptions == 1
 
 
 async def test_a_change_that_is_given_up_leaves_the_ranks_to_requests() -> None:

@@ -13,7 +13,7 @@ from tests.unit.actor.actor_bench import FIRST, SECOND, Training, ids, training
 from tests.unit.actor.fake_ranks import PLENTY
 from tests.unit.actor.resize_bench import SPARE, ResizeBench, permit, until_asked
 from tidegate.codec import fate_of
-from tidegate.types import Layout
+from tidegate.types import Layout, node_of
 from tidegate.v1 import commands_pb2, events_pb2
 
 TOKENS = 3
@@ -24,7 +24,8 @@ STREAMED: dict[str, Any] = {
 }
 """Minibatches of four groups. A group fills a micro-batch, so that two make a portion for two replicas."""
 
-STANDBY = {"standby": "4"}
+STANDBY: dict[str, Any] = {"standby": "4"}
+REPRODUCIBLE: dict[str, Any] = {**STANDBY, "num_logical_shards": 4}
 
 
 @asynccontextmanager
@@ -194,8 +195,74 @@ async def test_a_hold_ends_with_its_iteration(tmp_path: Path) -> None:
     assert len(of.ranks.prompts()) == 4
 
 
-async def test_a_minibatch_begins_again_after_a_resize_and_the_dropped_tokens_are_counted(tmp_path: Path) -> None:
+async def test_a_minibatch_goes_on_after_resizes_with_what_is_trained(tmp_path: Path) -> None:
+    async with streaming(tmp_path, actor=STANDBY, algorithm={"prompts_per_iteration": 16, "n_minibatches": 2}) as of:
+        at = ResizeBench(of)
+        await at.start()
+        of.take(of.bench.open_iteration())
+        await of.scored([0, 1])
+        await until_accumulated(of, 1)
+        name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        await at.close(name)
+        at.grants, at.layout = at.members_after, Layout(dp=3)
+        await of.scored([2, 3, 4])
+        await of.bench.changes.until(lambda: len(of.ranks.of[SPARE].accumulated) == 1)
+        await at.ask([SPARE], Layout())
+        await at.committed(3)
+        await of.scored(range(5, 16))
+        report = await of.report()
+        rows = of.journal()
+    assert portions(of) == [(0, [0, 1]), (1, [2, 3, 4])]
+    assert portions(of, SPARE)[0] == (1, [2, 3, 4])
+    trained = [{sample.id.prompt for sample in train.samples} for train in of.ranks.of[SPARE].trained]
+    assert trained == [set(range(8)), set(range(8, 16))]
+    assert [row["dropped_tokens"] for row in rows] == [0, 0]
+    assert report.trained == fate_of(ids(*range(16)))
+
+
+async def test_a_resize_comes_before_the_portions_whose_groups_are_there(tmp_path: Path) -> None:
+    async with streaming(tmp_path, num_permits=0, actor=STANDBY) as of:
+        at = ResizeBench(of)
+        await at.start()
+        of.take(of.bench.open_iteration())
+        await of.scored([0, 1])
+        await until_asked(at, 1)
+        name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await of.scored(range(2, 8))
+        await of.bench.changes.until(lambda: len(of.watch.prompts("fetch")) == 8)
+        permit(at, 1)
+        assert (await at.committed()).transition_id == name
+        permit(at, PLENTY)
+        await of.report()
+        rows = of.journal()
+    assert [row["dropped_tokens"] for row in rows] == [0, 0]
+    assert [[sample.id.prompt for sample in train.samples[::2]] for train in of.ranks.of[SPARE].trained] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+async def test_a_resize_into_another_epoch_drops_the_portions(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=STANDBY) as of:
+        at = ResizeBench(of)
+        await at.start()
+        of.take(of.bench.open_iteration())
+        await of.scored([0, 1])
+        await until_accumulated(of, 1)
+        # Nobody stands by on the spare slot any more, so a new member joins the world.
+        of.bench.instances[node_of(SPARE)].kill(SPARE)
+        await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
+        await at.committed()
+        await of.scored(range(2, 8))
+        await of.report()
+        rows = of.journal()
+    assert [row["dropped_tokens"] for row in rows] == [2 * TOKENS, 0]
+    assert of.ranks.of[SPARE].weights == ["1.0.0", "1.0.1"]
+
+
+async def test_a_reproducible_minibatch_begins_again_after_a_resize_and_its_tokens_are_counted(tmp_path: Path) -> None:
+    async with streaming(tmp_path, actor=REPRODUCIBLE) as of:
         at = ResizeBench(of)
         await at.start()
         of.take(of.bench.open_iteration())
@@ -217,8 +284,8 @@ async def test_a_minibatch_begins_again_after_a_resize_and_the_dropped_tokens_ar
     assert report.num_duplicates_dropped == 0
 
 
-async def test_a_resize_does_not_wait_for_groups_that_are_still_to_come(tmp_path: Path) -> None:
-    async with streaming(tmp_path, actor=STANDBY) as of:
+async def test_a_reproducible_resize_does_not_wait_for_groups_that_are_still_to_come(tmp_path: Path) -> None:
+    async with streaming(tmp_path, actor=REPRODUCIBLE) as of:
         at = ResizeBench(of)
         await at.start()
         of.take(of.bench.open_iteration())
@@ -238,8 +305,8 @@ async def test_a_resize_does_not_wait_for_groups_that_are_still_to_come(tmp_path
     assert of.ranks.of[SPARE].weights == ["1.0.0", "1.0.1"]
 
 
-async def test_a_resize_waits_for_a_minibatch_whose_groups_are_all_there(tmp_path: Path) -> None:
-    async with streaming(tmp_path, num_permits=0, actor=STANDBY) as of:
+async def test_a_reproducible_resize_waits_for_a_minibatch_whose_groups_are_all_there(tmp_path: Path) -> None:
+    async with streaming(tmp_path, num_permits=0, actor=REPRODUCIBLE) as of:
         at = ResizeBench(of)
         await at.start()
         of.take(of.bench.open_iteration())
@@ -264,7 +331,7 @@ async def test_a_resize_waits_for_a_minibatch_whose_groups_are_all_there(tmp_pat
 
 async def test_a_minibatch_begins_again_at_once_where_its_rest_takes_longer(tmp_path: Path) -> None:
     sizes = {"prompts_per_iteration": 16, "n_minibatches": 2}
-    async with streaming(tmp_path, num_permits=0, actor=STANDBY, algorithm=sizes) as of:
+    async with streaming(tmp_path, num_permits=0, actor=REPRODUCIBLE, algorithm=sizes) as of:
         at = ResizeBench(of)
         await at.start()
         of.take(of.bench.open_iteration())
