@@ -125,15 +125,14 @@ class TrainingRates:
         fixed_s = self._fixed_s()
         return None if self._last_fit_s is None and fixed_s == self.assumed_s else fixed_s
 
-    def expected_s(self, layout: Layout, lengths: Sequence[int]) -> float | None:
-        """The expected time of an update in one portion with these sequences, or of its last portion. None before a
-        portion of such copies was measured."""
+    def expected_s(self, layout: Layout, lengths: Sequence[int], *, is_last: bool = True) -> float | None:
+        """The expected time of a portion with these sequences. None before a portion of such copies was measured."""
         alike = [each for other, each in self._sums.items() if _kind_of(other) == _kind_of(layout)]
         if not alike:
             return None
         update_s = self._fixed_s()
         token_s = sum(each.net_s(update_s) for each in alike) / sum(each.load for each in alike)
-        return update_s + load_of(lengths, layout) * token_s
+        return update_s * is_last + load_of(lengths, layout) * token_s
 
     def by_layout(self) -> list[events_pb2.TrainerRate]:
         """The rate of each measured layout; the layout of the last portion comes last."""

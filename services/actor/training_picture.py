@@ -22,12 +22,15 @@ from tidegate.v1 import events_pb2
 EARLY = 0.9
 """The share of its expected time after which an update is said to end. Measured updates end up to a tenth sooner than
 expected. GPUs that come late miss the boundary, and the whole next minibatch; early ones wait for a moment."""
+TOLD_S = 0.2
+"""A portion that takes longer is told at once, at its begin and at its end. Many short ones are in the pictures that the
+pace allows."""
 
 
 @dataclass(slots=True)
 class TrainingPicture:
-    """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins,
-    gets its last portion, ends or is dropped."""
+    """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins, gets its last
+    portion, ends or is dropped, and around a long portion."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
@@ -38,6 +41,8 @@ class TrainingPicture:
     closes_at_ms: int | None = None
     """The earliest likely end of the update, by the wall clock, as the store's clock. None before a portion was
     measured, and before the last portion."""
+    portion_ends_at_ms: int | None = None
+    """The same of the portion under way. None between two portions, and before one was measured."""
     now_s: Callable[[], float] = time.monotonic
     """The clock of durations."""
 
@@ -47,6 +52,7 @@ class TrainingPicture:
             num_taken=self.assembly.num_taken,
             is_at_boundary=not self.is_begun,
             closes_at_ms=self.closes_at_ms,
+            portion_ends_at_ms=self.portion_ends_at_ms,
             measured=self.rates.by_layout(),
             update_s=self.rates.update_s(),
         )
@@ -57,12 +63,13 @@ class TrainingPicture:
         tokens of each of its sequences, prompts included.
 
         If it raises, the minibatch is dropped."""
-        is_change = is_last or not self.is_begun
-        self.is_begun = True
-        if is_last and (expected_s := self.rates.expected_s(layout, lengths)) is not None:
-            self.closes_at_ms = round((time.time() + EARLY * expected_s) * 1000)
-        if is_change:
+        expected_s = self.rates.expected_s(layout, lengths, is_last=is_last)
+        if is_last or not self.is_begun or (expected_s or 0.0) > TOLD_S:
             self.note_change()
+        self.is_begun = True
+        if expected_s is not None:
+            self.portion_ends_at_ms = round((time.time() + EARLY * expected_s) * 1000)
+            self.closes_at_ms = self.portion_ends_at_ms if is_last else None
         started_s = self.now_s()
         try:
             yield
@@ -71,8 +78,11 @@ class TrainingPicture:
             raise
         seconds, load = self.now_s() - started_s, load_of(lengths, layout)
         self.rates.note(layout, num_tokens=num_tokens, load=load, seconds=seconds, is_last=is_last)
+        self.portion_ends_at_ms = None
         if is_last:
             self._reset()
+        elif seconds > TOLD_S:
+            self.note_change()
 
     def drop(self) -> None:
         """Note that the portions so far are lost."""
@@ -85,4 +95,4 @@ class TrainingPicture:
         self.note_change()
 
     def _reset(self) -> None:
-        self.is_begun, self.closes_at_ms = False, None
+        self.is_begun, self.closes_at_ms, self.portion_ends_at_ms = False, None, None
