@@ -6,12 +6,13 @@ result.
 
 A request may leave something uncommitted on the ranks, such as gradients. `num_interruptions` tells whether all of it
 is still there: it grows when a rank dies in a request, and when someone had the ranks `alone` and lost it. So a request
-can reserve the ranks for the next one: until then nobody else gets them, but for a change that a death needs. Otherwise
-who wants them `alone` comes before the next request.
+can reserve the ranks for the next one: until then nobody else gets them, but for a change that a death needs, or one
+that carries what is uncommitted. Otherwise who wants them `alone` comes before the next request.
 
 Invariants:
 - At most one request or one resize is at work at a time. [test_two_phase_resize: changes_between_two_updates]
-- Nobody gets reserved ranks for himself alone while all of them live. [test_all_ranks: reserved_ranks_wait]
+- Nobody gets reserved ranks for himself alone while all of them live, unless he carries what is uncommitted.
+  [test_all_ranks: reserved_ranks_wait] [test_all_ranks: change_that_carries]
 - A change that waits comes before the next request that was not reserved for. [test_all_ranks: comes_before_the_next]
 """
 
@@ -35,10 +36,17 @@ LAST_WORDS_S = 2.0
 """A death shows at the worker's own instance within this time after its peers lost it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Change:
-    """What someone does with the ranks alone. `interrupts`: whether what was uncommitted is lost."""
+    """What someone does with the ranks alone, or waits to do.
 
+    layout: the layout that it brings about, if it is another one.
+    carries: whether it can carry what is uncommitted. Then no reservation keeps it waiting.
+    interrupts: whether what was uncommitted is lost.
+    """
+
+    layout: Layout | None
+    carries: bool
     interrupts: bool
 
 
@@ -50,8 +58,9 @@ class AllRanks:
         self.layout = Layout()
         """The layout in force."""
         self._is_busy = False
-        self._waiting: list[Layout | None] = []
-        """Those who want the ranks alone, in order: the layout that each brings about, if it is another one."""
+        self._waiting: list[Change] = []
+        """In order."""
+        self._at_work: Change | None = None
         self._reserved_at: int | None = None
         """`num_interruptions` at the request that reserved the ranks."""
         self._freed = asyncio.Event()
@@ -67,37 +76,38 @@ class AllRanks:
         return len(self._crew.members) == self.layout.num_ranks
 
     @property
-    def are_changing(self) -> bool:
-        """Whether the ranks are at work, or someone waits to have them alone."""
-        return self._is_busy or bool(self._waiting)
+    def are_carrying(self) -> bool:
+        """Whether a change that carries what is uncommitted is at work, or waits."""
+        return any(change.carries for change in (*self._waiting, *([self._at_work] if self._at_work else [])))
 
     @property
     def wanted(self) -> Layout | None:
         """The layout of the next change that waits for the ranks and has one."""
-        return next((layout for layout in self._waiting if layout is not None), None)
+        return next((change.layout for change in self._waiting if change.layout is not None), None)
 
     @asynccontextmanager
-    async def alone(self, *, to: Layout | None = None, changes_ranks: bool = True) -> AsyncIterator[Change]:
+    async def alone(
+        self, *, to: Layout | None = None, changes_ranks: bool = True, carries: bool = False
+    ) -> AsyncIterator[Change]:
         """Send the ranks no other request within this context. If it `changes_ranks`, it is an interruption at its end,
-        unless it turned out to be none."""
-        self._waiting.append(to)
-        is_got = False
+        unless it says that it was none."""
+        change = Change(to, carries, interrupts=changes_ranks)
+        self._waiting.append(change)
         try:
-            while self._is_busy or self._are_reserved:
+            while self._is_busy or (self._are_reserved and not carries):
                 await self._freed.wait()
-            self._is_busy = is_got = True
+            self._is_busy, self._at_work = True, change
         finally:
-            self._waiting.remove(to)
+            self._waiting.remove(change)
             self._look_again()
-            if not is_got:
+            if self._at_work is not change:
                 # Who left the ranks to this change goes on.
                 self.note_interruption()
-        change = Change(interrupts=changes_ranks)
         try:
             yield change
         finally:
             self.num_interruptions += change.interrupts
-            self._is_busy = False
+            self._is_busy, self._at_work = False, None
             self._look_again()
             self.note_interruption()
 
@@ -137,7 +147,7 @@ class AllRanks:
 
     @asynccontextmanager
     async def _requesting(self) -> AsyncIterator[None]:
-        while self._is_busy or (self._waiting and not self._are_reserved):
+        while self._is_busy or self.are_carrying or (self._waiting and not self._are_reserved):
             if not self._is_busy:
                 # A death may have ended a reservation that the others wait for.
                 self._look_again()

@@ -164,7 +164,8 @@ class ActorLead(Lead):
 
     async def _resize(self, resize: Resize) -> None:
         try:
-            async with self._ranks.alone(to=resize.layout) as change:
+            carries = self.job.config.actor.carries_gradients
+            async with self._ranks.alone(to=resize.layout, carries=carries) as change:
                 num_dead = self._ranks.layout.num_ranks - len(resize.survivors)
                 portions = () if num_dead else self._updates.portions
                 resized = await self._two_phase.run(resize, self._ranks.layout, portions=portions)

@@ -44,7 +44,7 @@ class StreamedUpdates:
 
         If training is held, no minibatch begins. One that has begun goes on. A change of the ranks that carries
         gradients comes first: the portions after it are cut for its layout."""
-        if self._carries and self._ranks.are_changing:
+        if self._ranks.are_carrying:
             return None
         if self._are_lost(state.begun):
             state.drop_portions()
@@ -128,7 +128,7 @@ class StreamedUpdates:
             ):
                 return await self._ranks.ask(call)
 
-        return await self._ranks.do(what, ask_portion, reserves=not (is_last or self._carries))
+        return await self._ranks.do(what, ask_portion, reserves=not is_last)
 
     def _are_lost(self, begun: BegunMinibatch) -> bool:
         return bool(begun.num_portions) and begun.num_interruptions != self._ranks.num_interruptions

@@ -23,8 +23,8 @@ EARLY = 0.9
 """The share of its expected time after which an update is said to end. Measured updates end up to a tenth sooner than
 expected. GPUs that come late miss the boundary, and the whole next minibatch; early ones wait for a moment."""
 TOLD_S = 0.2
-"""A portion that takes longer is told at once, at its begin and at its end. Many short ones are in the pictures that the
-pace allows."""
+"""A portion that takes longer is told at once, at its begin and at its end. Many short ones are in pictures when the
+pace allows it."""
 
 
 @dataclass(slots=True)

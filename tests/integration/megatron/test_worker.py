@@ -98,6 +98,18 @@ def test_portions_of_another_number_are_refused_and_those_of_an_update_have_the_
         assert "update 1.0.1 has 1 portions so far, and the gradients here are of 0" in dropped
 
 
+def test_an_update_whose_portions_several_layouts_train_has_the_loss_of_a_whole_minibatch(
+    ranks: RankServer, fixed: Results, tmp_path: Path
+) -> None:
+    found = ranks.run(f"{RANKS}:carried_portions", 3, {"folder": str(tmp_path), "memory": str(tmp_path)})
+    assert found[2]["losses"][:2] == pytest.approx(fixed["losses"][:2], abs=TOLERANCE)
+    for member in found[:2]:
+        # It starts from the weights that both updates made.
+        assert member["losses"][2] == pytest.approx(fixed["losses"][2], abs=TOLERANCE)
+    for member in found:
+        assert "reshard others" in str(member["refusals"][0])
+
+
 def test_members_that_lost_a_peer_in_a_reshard_report_it_and_train_in_the_next_epoch(
     ranks: RankServer, fixed: Results, tmp_path: Path
 ) -> None:

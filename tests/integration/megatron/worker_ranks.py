@@ -118,15 +118,20 @@ class Member:
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def prepare(self, name: str, ranks: Sequence[int], **layout: int) -> wire.WorkerCall:
+    def prepare(
+        self, name: str, ranks: Sequence[int], *, portions: Sequence[wire.WorkerCall] = (), **layout: int
+    ) -> wire.WorkerCall:
         request = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
+        request.portions.extend(portion.accumulate for portion in portions)
         return wire.WorkerCall(prepare_reshard=request)
 
-    def reshard(self, name: str, ranks: Sequence[int], **layout: int) -> Any:
+    def reshard(
+        self, name: str, ranks: Sequence[int], *, portions: Sequence[wire.WorkerCall] = (), **layout: int
+    ) -> Any:
         """The report of the first phase, then the second phase. Both calls are made twice, as by a caller without an
         answer.
         """
-        report, again = (self.ask(self.prepare(name, ranks, **layout)) for _ in range(2))
+        report, again = (self.ask(self.prepare(name, ranks, portions=portions, **layout)) for _ in range(2))
         assert report == again
         for _ in range(2):
             self.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name)))
@@ -296,6 +301,36 @@ def in_portions(context: RankContext, *, folder: str) -> Results:
     losses.append(member.ask(member.training(2)).loss)
     member.worker.close()
     return {"losses": np.array(losses), "refusals": np.array(refusals)}
+
+
+def carried_portions(context: RankContext, *, folder: str, memory: str) -> Results:
+    """An update whose portions three layouts train, the last of them on a member that had no part before, and one whose
+    reshard is aborted. The next update is in one piece. Other portions than those here are refused."""
+    member = Member(context, _config(folder, memory))
+    member.join(1, [0, 1, 2])
+    member.start([0, 1], dp=2)
+    first, second = (_portion(member.training(0), 4 * number, 4 * number + 4, num_before=number) for number in range(2))
+    if member.me != 2:
+        member.ask(first)
+    refusals = [member.refusal(member.prepare("others", [2, 0], portions=[first, second], pp=2))]
+    member.reshard("grow", [2, 0], portions=[first], pp=2)
+    if member.me != 1:
+        member.ask(second)
+    member.reshard("move", [2], portions=[first, second])
+    losses = [math.nan, math.nan]
+    if member.me == 2:
+        losses[0] = member.ask(_rest(member.training(0), 8, num_portions=2)).loss
+        member.ask(_portion(member.training(1), 0, 4, num_before=0))
+    again = _portion(member.training(1), 0, 4, num_before=0)
+    member.ask(member.prepare("given up", [0, 1], portions=[again], dp=2))
+    member.ask(wire.WorkerCall(abort_reshard=wire.AbortReshard(id="given up")))
+    if member.me == 2:
+        losses[1] = member.ask(_rest(member.training(1), 4, num_portions=1)).loss
+    member.losses.extend(losses)
+    member.reshard("back", [0, 1], dp=2)
+    member.train([0, 1])
+    member.worker.close()
+    return {"losses": np.array(member.losses), "refusals": np.array(refusals)}
 
 
 def _portion(whole: wire.WorkerCall, first: int, stop: int, *, num_before: int) -> wire.WorkerCall:

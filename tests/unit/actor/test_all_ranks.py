@@ -78,6 +78,32 @@ async def test_reserved_ranks_wait_for_the_next_request_of_the_same() -> None:
     assert course.done == ["portion", "update", "change"]
 
 
+@pytest.mark.parametrize("interrupts", [False, True])
+async def test_a_change_that_carries_comes_before_the_request_for_which_the_ranks_are_reserved(
+    interrupts: bool,
+) -> None:
+    ranks, _ = two_ranks()
+    course = Course(ranks)
+    await course.request("portion", reserves=True)
+
+    async def carry() -> None:
+        async with ranks.alone(carries=True) as change:
+            assert ranks.are_carrying
+            await settled()
+            course.done.append("change")
+            change.interrupts = interrupts
+
+    change = asyncio.create_task(carry())
+    other = asyncio.create_task(course.change())
+    await settled()
+    await course.request("update")
+    await asyncio.gather(change, other)
+    # What was not carried is lost, and with it the reservation.
+    assert course.done == ["portion", "change", *(["change", "update"] if interrupts else ["update", "change"])]
+    assert ranks.num_interruptions == 1 + interrupts
+    assert not ranks.are_carrying
+
+
 async def test_a_change_gets_the_ranks_when_their_reservation_ends() -> None:
     ranks, _ = two_ranks()
     course = Course(ranks)
