@@ -5,6 +5,10 @@ A portion is a run of the minibatch's groups, in the order of their training. It
 - The job streams minibatches, and each data-parallel rank can get a full bundle. Then as many are taken as leave each
   rank equally many. The others wait for more.
 
+Where a reshard carries gradients, it waits for the portion under way. So there a portion has at most `most_tokens`,
+and at least one bundle for each rank. What is left of a complete minibatch is cut too, where each rank gets a bundle of
+both parts.
+
 Filtered groups are trained by nobody. They go with the groups before them.
 
 Invariants:
@@ -14,12 +18,13 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.actor.minibatches import MinibatchAssembly
 from tidegate.megatron.batching import Limits
-from tidegate.megatron.bundles import bundles_of
+from tidegate.megatron.bundles import Bundles, bundles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ def next_portion(
     *,
     dp: int,
     streams: bool,
+    most_tokens: float = math.inf,
 ) -> Portion | None:
     """The next portion. None while none is ready. `lengths` are those of the samples of each group that is trained."""
     joining, is_last = assembly.joining, assembly.is_filled_by_joining
@@ -44,7 +50,11 @@ def next_portion(
         return None
     trained = [prompt for prompt in joining if prompt in lengths]
     bundles = bundles_of([lengths[prompt] for prompt in trained], limits)
-    sizes = bundles.sizes if is_last else bundles.sizes[: bundles.num_full // dp * dp]
+    totals = [sum(lengths[prompt]) for prompt in trained]
+    num_tokens = [sum(totals[: sum(bundles.sizes[:count])]) for count in range(len(bundles.sizes) + 1)]
+    counts = _counts(bundles, dp=dp, is_last=is_last)
+    sizes = bundles.sizes[: max((it for it in counts if num_tokens[it] <= most_tokens), default=min(counts, default=0))]
+    is_last = is_last and len(sizes) == len(bundles.sizes)
     if not is_last:
         if not sizes:
             return None
@@ -52,3 +62,11 @@ def next_portion(
     groups = iter(trained)
     bundle_sizes = tuple(sum(len(lengths[next(groups)]) for _ in range(size)) for size in sizes)
     return Portion(joining, bundle_sizes, is_last)
+
+
+def _counts(bundles: Bundles, *, dp: int, is_last: bool) -> list[int]:
+    """The numbers of bundles that a portion may have."""
+    num_bundles = len(bundles.sizes)
+    if is_last:
+        return [*range(dp, num_bundles - dp + 1, dp), num_bundles]
+    return list(range(dp, bundles.num_full + 1, dp))

@@ -127,12 +127,20 @@ class TrainingRates:
 
     def expected_s(self, layout: Layout, lengths: Sequence[int], *, is_last: bool = True) -> float | None:
         """The expected time of a portion with these sequences. None before a portion of such copies was measured."""
+        token_s = self._token_s(layout)
+        return None if token_s is None else self._fixed_s() * is_last + load_of(lengths, layout) * token_s
+
+    def tokens_in(self, layout: Layout, seconds: float) -> float | None:
+        """The tokens of all ranks that are expected in a portion of so many seconds, prompts included. None as in
+        `expected_s`."""
+        token_s = self._token_s(layout)
+        return None if token_s is None else seconds / token_s * layout.num_ranks
+
+    def _token_s(self, layout: Layout) -> float | None:
+        """The seconds of a token of load. None before a portion of such copies was measured."""
         alike = [each for other, each in self._sums.items() if _kind_of(other) == _kind_of(layout)]
-        if not alike:
-            return None
         update_s = self._fixed_s()
-        token_s = sum(each.net_s(update_s) for each in alike) / sum(each.load for each in alike)
-        return update_s * is_last + load_of(lengths, layout) * token_s
+        return sum(each.net_s(update_s) for each in alike) / sum(each.load for each in alike) if alike else None
 
     def by_layout(self) -> list[events_pb2.TrainerRate]:
         """The rate of each measured layout; the layout of the last portion comes last."""

@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from services.actor.all_ranks import AllRanks
@@ -28,6 +29,9 @@ from services.actor.settings import limits_of
 from tidegate.job import Job
 from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire
+
+PORTION_S = 2.0
+"""Where a resize carries gradients, a portion is cut to take no longer, as far as each rank has work."""
 
 
 class StreamedUpdates:
@@ -56,11 +60,17 @@ class StreamedUpdates:
             self._limits,
             dp=self._ranks.layout.dp,
             streams=self._config.actor.streams_minibatches,
+            most_tokens=self._most_tokens(state),
         )
         if portion is None or self._is_sooner_anew(state):
             self._ranks.end_reservation()
             return None
         return portion
+
+    def _most_tokens(self, state: IterationState) -> float:
+        """The most tokens of a portion, if a resize may wait for it to end."""
+        tokens = state.picture.rates.tokens_in(self._ranks.layout, PORTION_S) if self._carries else None
+        return math.inf if tokens is None else tokens
 
     def _is_sooner_anew(self, state: IterationState) -> bool:
         """Whether the begun minibatch ends sooner if it begins again in the layout of a change that waits."""
@@ -123,8 +133,13 @@ class StreamedUpdates:
                 return None
             begun.num_interruptions = self._ranks.num_interruptions
             lengths = [len(sample.prompt_tokens) + len(sample.response_tokens) for sample in samples]
+            is_complete = not is_last and state.assembly.is_filled_by_joining
             with state.picture.in_portion(
-                self._ranks.layout, num_tokens=_num_tokens(samples), lengths=lengths, is_last=is_last
+                self._ranks.layout,
+                num_tokens=_num_tokens(samples),
+                lengths=lengths,
+                is_last=is_last,
+                rest=_lengths(state, state.assembly.joining) if is_complete else None,
             ):
                 return await self._ranks.ask(call)
 

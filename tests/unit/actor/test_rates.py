@@ -172,6 +172,7 @@ def test_a_first_portion_gives_a_rate_before_its_update() -> None:
     assert rates.update_s() is None
     assert rates.expected_s(SMALL, [100, 100]) == pytest.approx(3.0 + 1.0)
     assert rates.expected_s(SMALL, [100, 100], is_last=False) == pytest.approx(1.0)
+    assert rates.tokens_in(SMALL, 1.0) == pytest.approx(200.0)
 
 
 def test_nothing_is_expected_before_a_portion_of_the_kind_was_measured() -> None:
