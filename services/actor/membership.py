@@ -48,6 +48,11 @@ class ActorWorld:
         return (*self._crew.members, *self._crew.standbys)
 
     @property
+    def joined(self) -> tuple[Grant, ...]:
+        """Those of everyone that have been in a world of the incarnation. The others know nothing of the state."""
+        return tuple(grant for grant in self.everyone if grant.gpu in self._ids)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the epoch's members are exactly the living workers."""
         return self._members == {self._ids.get(grant.gpu) for grant in self.everyone}

@@ -125,7 +125,7 @@ class Suspension:
         self._refuse_others(grants)
         prepare = wire.WorkerCall(prepare_suspension=wire.PrepareSuspension(id=name))
         try:
-            await self._crew.ask_all(dict.fromkeys(self._world.everyone, prepare))
+            await self._crew.ask_all(dict.fromkeys(self._world.joined, prepare))
             await self._two_phase.planned(transition)
             await self._crew.forget_dead()
             self._refuse_others(grants)
@@ -134,8 +134,8 @@ class Suspension:
             await self._stay(name)
             raise ResizeAborted(f"{type(error).__name__}: {error}") from error
         commit = wire.WorkerCall(commit_suspension=wire.CommitSuspension(id=name))
-        members, everyone = self._crew.members, self._world.everyone
-        replies, failed = await self._two_phase.ask_everyone(commit)
+        members, joined = self._crew.members, self._world.joined
+        replies, failed = await self._two_phase.ask_each(joined, commit)
         await self._crew.forget_dead()
         if unable := [failed[grant] for grant in self._crew.members if grant in failed]:
             raise unable[0]
@@ -143,7 +143,7 @@ class Suspension:
         self._is_suspended = True
         self._world.keep(self._crew.members)
         released = await self._two_phase.release(self._crew.members)
-        answered = [grant for grant in everyone if grant not in failed]
+        answered = [grant for grant in joined if grant not in failed]
         done = [it.suspended for grant, it in zip(answered, replies, strict=True) if grant in members]
         self._log.info(
             "suspended",
@@ -165,7 +165,7 @@ class Suspension:
         """Have all stay as they were. Raises the error of a living member that gives no answer."""
         abort = wire.WorkerCall(abort_suspension=wire.AbortSuspension(id=name))
         members = self._crew.members
-        _, failed = await self._two_phase.ask_everyone(abort)
+        _, failed = await self._two_phase.ask_each(self._world.joined, abort)
         self._two_phase.raise_unreachable(failed, among=members)
         await self._crew.forget_dead()
         if unable := [failed[grant] for grant in self._crew.members if grant in failed]:
@@ -216,7 +216,7 @@ class Suspension:
     async def _lie_down(self, name: str) -> None:
         """Give up the new layout and its GPUs. The state stays in host memory."""
         abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name))
-        await self._two_phase.ask_everyone(abort)
+        await self._two_phase.ask_each(self._world.everyone, abort)
         # A start that failed on one node leaves the workers of another under grants that the crew has not noted.
         await self._crew.take_over()
         self._needs_epoch = True

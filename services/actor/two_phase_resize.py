@@ -205,7 +205,7 @@ class TwoPhaseResize:
 
         The epoch is spent if a worker died, if a standby failed and was stopped, or if a rank was late and its peers
         left it. Raises the error of a living member that did not switch; raises WorkerGone if no member lives."""
-        replies, failed = await self.ask_everyone(_commit_of(name))
+        replies, failed = await self.ask_each(self._world.everyone, _commit_of(name))
         await self._crew.forget_dead()
         living = [grant for grant in members if grant in self._crew.members]
         unable = [failed[grant] for grant in living if grant in failed] or _unreachable(failed, among=members)
@@ -215,9 +215,10 @@ class TwoPhaseResize:
         await self.stop([grant for grant in failed if grant in self._crew.standbys])
         return not failed and all(reply.committed.in_epoch for reply in replies)
 
-    async def ask_everyone(self, call: wire.WorkerCall) -> tuple[list[wire.WorkerReply], dict[Grant, BaseException]]:
+    async def ask_each(
+        self, grants: Sequence[Grant], call: wire.WorkerCall
+    ) -> tuple[list[wire.WorkerReply], dict[Grant, BaseException]]:
         """The replies of the workers that did the call, and the errors of the others by grant."""
-        grants = self._world.everyone
         outcomes = await asyncio.gather(*(self._crew.ask(grant, call) for grant in grants), return_exceptions=True)
         replies = [it for it in outcomes if not isinstance(it, BaseException)]
         return replies, {grant: it for grant, it in zip(grants, outcomes, strict=True) if isinstance(it, BaseException)}
@@ -242,7 +243,8 @@ class TwoPhaseResize:
 
         Raises the error where that layout cannot go on: a member gave no answer, no member is left, or the layout
         lacked a rank before the resize and no further death explains the failure."""
-        _, failed = await self.ask_everyone(wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name)))
+        abort = wire.WorkerCall(abort_reshard=wire.AbortReshard(id=name))
+        _, failed = await self.ask_each(self._world.everyone, abort)
         await self._crew.forget_dead()
         dead = [grant for grant in taking_part if grant not in self._world.everyone]
         living = [grant for grant in resize.survivors if grant not in dead]

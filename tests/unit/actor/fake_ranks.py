@@ -216,6 +216,8 @@ class FakeRank:
             )
 
     def _suspend(self, call: wire.WorkerCall, kind: str) -> wire.WorkerReply:
+        if not self.worlds:
+            raise WorkerRefused(f"{self.grant.gpu} has joined no world")
         self.suspensions.append(kind)
         self._changes.notify()
         if kind != "commit_suspension":
@@ -293,6 +295,7 @@ class Ranks:
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeRank:
         self.permits[grant.gpu] = asyncio.Semaphore(self._num_permits)
         self.of[grant.gpu] = FakeRank(grant, changes, self.permits[grant.gpu], self)
+        changes.notify()
         return self.of[grant.gpu]
 
     def trained(self) -> FakeRank:

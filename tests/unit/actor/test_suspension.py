@@ -91,6 +91,22 @@ async def test_a_suspension_that_one_rank_cannot_keep_leaves_the_actor_as_it_was
         await _trains(at)
 
 
+async def test_a_standby_that_came_after_the_last_join_is_no_obstacle(tmp_path: Path) -> None:
+    async with suspending(tmp_path) as at:
+        await at.start()
+        at.of.bench.instances[node_of(SPARE)].kill(SPARE)
+        await at.suspended()
+        name = await at.ask_resumption(HOME, Layout(dp=2))
+        await at.committed()
+        await at.commit_start(name)
+        at.grants = at.members_after
+        await at.of.bench.changes.until(lambda: at.of.ranks.of[SPARE].worlds == [])
+        await at.suspended(nth=2)
+        await at.ask_resumption([SPARE], Layout())
+        await at.committed(3)
+        await _trains(at, [SPARE])
+
+
 async def test_a_suspension_that_was_closed_before_its_turn_is_not_made(tmp_path: Path) -> None:
     async with suspending(tmp_path, num_permits=0) as at:
         await at.start()
