@@ -7,6 +7,8 @@ Invariants:
 - A reshard continues only if all members request the same one. [test_agreement: different_requests_are_refused]
 - A reshard continues only if one update is whole on every rank of the source.
   [test_recovery: without_one_update_of_all_the_state_is_lost]
+- A reshard carries gradients only of the portions that every rank of the source holds.
+  [test_agreement: portions_that_a_rank_does_not_hold]
 """
 
 from __future__ import annotations
@@ -24,8 +26,25 @@ from tidegate.elastic.state.sources import Sources
 from tidegate.elastic.state.stamp import Note
 
 
+class PortionsRefused(ValueError):
+    """A reshard cannot carry these portions. Nothing was changed."""
+
+
 class MembersDisagree(RuntimeError):
     """The members request different reshards, or know different states. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortionSizes:
+    """The number of samples of each portion, in order."""
+
+    carried: tuple[int, ...] = ()
+    """Those whose gradients the reshard is to carry."""
+    held: tuple[int, ...] = ()
+    """Those whose gradients this member has."""
+
+
+NO_PORTIONS = PortionSizes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +59,7 @@ class Claim:
     versions: tuple[Version, ...] = ()
     notes: Mapping[int, Note] = field(default_factory=dict)
     """The notes of `versions`, by number of updates."""
+    portions: PortionSizes = NO_PORTIONS
 
 
 _CLAIM = TypeAdapter(Claim)
@@ -55,10 +75,18 @@ class Agreement:
     """The newest progress that any rank committed. Updates beyond `note` are trained again."""
 
 
-def agree(name: str, sources: Sources, target: Mesh, progress: Progress, world: World) -> Agreement:
-    """All members of the epoch call this with the same arguments.
+def agree(
+    name: str,
+    sources: Sources,
+    target: Mesh,
+    progress: Progress,
+    world: World,
+    *,
+    portions: PortionSizes = NO_PORTIONS,
+) -> Agreement:
+    """All members of the epoch call this with the same arguments, but for the portions that they hold.
 
-    Raises MembersDisagree, StateLost or PeerLost.
+    Raises MembersDisagree, PortionsRefused, StateLost or PeerLost.
     """
     offers = list(sources.offers())
     location = sources.location
@@ -70,19 +98,34 @@ def agree(name: str, sources: Sources, target: Mesh, progress: Progress, world: 
         tuple(version for version, _ in offers),
         # Several versions may have one number. The first one wins: it is the tensors' own note, newer than a copy's.
         {version.num_updates: note for version, note in reversed(offers)},
+        portions,
     )
     gathered = world.gather(world.membership.members, _CLAIM.dump_json(claim))
     return _conclude(location.mesh, {member: _CLAIM.validate_json(payload) for member, payload in gathered.items()})
 
 
 def _conclude(source: Mesh, claims: Mapping[int, Claim]) -> Agreement:
-    requests = {member: (claim.name, claim.source, claim.target) for member, claim in claims.items()}
+    requests = {
+        member: (claim.name, claim.source, claim.target, claim.portions.carried) for member, claim in claims.items()
+    }
     if len(set(requests.values())) > 1:
         raise MembersDisagree(
             f"the members request different reshards: {requests}; call reshard with the same arguments on all"
         )
+    _check_portions(source, claims)
     recovery: Recovery = choose_recovery(source.ranks, {member: claim.versions for member, claim in claims.items()})
     notes = [claim.notes[recovery.num_updates] for claim in claims.values() if recovery.num_updates in claim.notes]
     known = [claim.progress for claim in claims.values()]
     known += [note.progress for claim in claims.values() for note in claim.notes.values()]
     return Agreement(notes[0], recovery.origins, max(known, key=lambda progress: progress.num_updates))
+
+
+def _check_portions(source: Mesh, claims: Mapping[int, Claim]) -> None:
+    """Raises PortionsRefused unless each rank of the source holds what is to be carried. Dead ranks hold nothing."""
+    (carried,) = {claim.portions.carried for claim in claims.values()}
+    held = {rank: claims[rank].portions.held if rank in claims else () for rank in source.ranks}
+    if carried and (wrong := {rank: sizes for rank, sizes in held.items() if sizes != carried}):
+        raise PortionsRefused(
+            f"the reshard is to carry {len(carried)} portions of {carried} samples, and these ranks hold gradients of "
+            f"portions of {wrong}: pass the portions that are accumulated on all ranks, or none to drop them"
+        )

@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tidegate.elastic.epoch.joint_step import run_on_all
 from tidegate.elastic.epoch.world import World
-from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
+from tidegate.elastic.model.memory import Arena, ArenaFull, OwnArena, SharedArena
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.model.skeleton import Skeleton
 from tidegate.elastic.model.tensors import TensorKey
@@ -42,6 +42,7 @@ from tidegate.elastic.report import Stopwatch
 from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.state import catalogue
 from tidegate.elastic.state.arena_files import arena_path
+from tidegate.elastic.state.carried import CarriedGradients
 from tidegate.elastic.state.catalogue import Announcement, Extent
 from tidegate.elastic.state.copies import Copies
 from tidegate.elastic.state.host_copy import HostCopy
@@ -114,6 +115,16 @@ class EpochCache:
             self._parameters, source.as_end(self._optimizer_config), target.as_end(self._optimizer_config), hosts=hosts
         )
         return {rank: planner.part(rank) for rank in ranks}
+
+    def empty_gradients(self, skeleton: Skeleton) -> CarriedGradients:
+        """Memory for the reduced gradients of a skeleton of this epoch, filled with 0. Raises ArenaFull."""
+        arena = self._arena(skeleton.mesh, self.world.device)
+        try:
+            return CarriedGradients(arena, skeleton.empty_gradients(arena))
+        except ArenaFull:
+            if isinstance(arena, SharedArena):
+                discard(arena)
+            raise
 
     def leave(self, location: StateLocation) -> None:
         """After a switch: keep as much memory of the old location as the settings say. It belongs to this epoch."""

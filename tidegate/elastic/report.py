@@ -41,6 +41,8 @@ class ReshardReport:
     """The seconds of each of PARTS."""
     was_built: bool = False
     """Whether the target's groups and tensors were there before: from an earlier switch, or built ahead."""
+    num_portions: int = 0
+    """The portions of the open minibatch whose gradients were carried. They are in the bytes and the certificate."""
     lost: tuple[int, ...] = ()
     """The members of the source that had died."""
     restored: Mapping[int, str] = field(default_factory=dict)

@@ -7,10 +7,12 @@ Order:
 4. Each target rank takes fresh memory and fetches its regions.
 5. Both ends are summed, and the sums are compared.
 
+Where portions are carried, the old layout reduces their gradients after step 1 (`carried_update`).
+
 All members call it with the same arguments. Members without a part call it too, because a later reshard may need them.
 
 Invariants:
-- Nothing of the old layout is written. [test_transports: the_source_is_untouched]
+- Nothing of the old layout is written but uncommitted gradients. [test_transports: the_source_is_untouched]
 - After a failure the memory that the new layout took is given back.
   [test_refusals: a_failure_of_one_member_before_the_decision]
 - If one member lacks memory or cannot read, the step fails on all members at its end, so that nobody waits for it.
@@ -26,7 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tidegate.elastic.agreement import Agreement, agree
+from tidegate.elastic.agreement import Agreement, PortionSizes, agree
+from tidegate.elastic.carried_update import CarriedUpdate
 from tidegate.elastic.carry.hybrid import HybridTransport
 from tidegate.elastic.carry.peer_to_peer import PeerToPeer
 from tidegate.elastic.carry.shared_memory import SharedMemory
@@ -90,6 +93,7 @@ class PreparedReshard:
     watch: Stopwatch
     was_built: bool
     """Whether the target's groups and tensors were there before."""
+    carried: CarriedUpdate
 
     def report(self) -> ReshardReport:
         certificate = self.certificate
@@ -108,6 +112,7 @@ class PreparedReshard:
             lost=self.lost,
             restored=_restored(self.agreement.origins),
             was_built=self.was_built,
+            num_portions=len(self.carried.portions),
             redone_updates=newest.num_updates - progress.num_updates,
             redone_samples=newest.num_samples - progress.num_samples,
         )
@@ -129,8 +134,16 @@ class Duty:
 class Preparation:
     """The first phase of one reshard on this member."""
 
-    def __init__(self, cache: EpochCache, settings: ElasticSettings, reader: ArenaReader, on_point: OnPoint) -> None:
+    def __init__(
+        self,
+        cache: EpochCache,
+        settings: ElasticSettings,
+        reader: ArenaReader,
+        on_point: OnPoint,
+        carried: CarriedUpdate,
+    ) -> None:
         self._cache = cache
+        self._carried = carried
         self._settings = settings
         self._reader = reader
         self._on_point = on_point
@@ -150,8 +163,9 @@ class Preparation:
         with watch.part("allocation"):
             self._make_room(source, mesh, progress)
         with watch.part("agreement"):
-            agreement = agree(name, sources, mesh, progress, world)
+            agreement = agree(name, sources, mesh, progress, world, portions=self._portion_sizes())
         self._on_point("agreed")
+        self._carried.reduce(watch)
         in_use = source.mesh if source.epoch == world.membership.epoch else None
         was_built = self._cache.knows(mesh)
         target = self._cache.introduce(mesh, beside=in_use, watch=watch)
@@ -170,8 +184,15 @@ class Preparation:
             self._on_point("copied")
         except BaseException:  # an interrupt too must not keep the target's buffers
             target.give_back(source)
+            self._carried.give_back()
             raise
-        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch, was_built)
+        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch, was_built, self._carried)
+
+    def _portion_sizes(self) -> PortionSizes:
+        carried, held = self._carried.portions, self._carried.held
+        return PortionSizes(
+            tuple(portion.num_samples for portion in carried), tuple(portion.num_samples for portion in held)
+        )
 
     def _duty(self, sources: Sources, origins: Mapping[int, Origin], target: StateLocation) -> Duty:
         me, hosts = self._cache.world.me, self._cache.hosts
@@ -184,34 +205,38 @@ class Preparation:
         # Only a transport that sends needs the source on the device.
         device = torch.device("cpu") if isinstance(transport, SharedMemory) else self._cache.world.device
         own = {} if me not in origins else _on(device, sources.tensors(me, origins[me].slot))
+        own |= _on(device, self._carried.source_tensors())
         stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in served}
         is_in_place = target.state is not None and target.state is location.state and origins[me].slot is None
-        return Duty(part or Part(me, (), (), (), (), ()), own, stand_ins, transport, is_in_place=is_in_place)
+        part = self._carried.in_part(part or Part(me, (), (), (), (), ()))
+        return Duty(part, own, stand_ins, transport, is_in_place=is_in_place)
 
     def _run_on_all(self, waiting: str, step: Callable[[], bytes]) -> dict[int, bytes]:
         return run_on_all(self._cache.world, step, waiting=self._watch.part(waiting))
 
     def _make_room(self, source: StateLocation, mesh: Mesh, progress: Progress) -> None:
-        """Keep memory for the two layouts only, without gradients.
+        """Keep memory for the two layouts only, without gradients. Those that are carried stay until they are reduced.
 
         Also note what the caller changed since the last update, for example in the parameter groups.
         """
         self._cache.make_room(source, mesh)
         if (state := source.state) is not None:
-            state.skeleton.release_gradients()
+            if not self._carried.portions:
+                state.skeleton.release_gradients()
             state.renote(progress)
 
     def _allocate(self, target: StateLocation) -> bytes:
         with self._watch.part("allocation"):
             if target.state is not None:
                 target.state.materialise()
+            self._carried.allocate(target)
         self._on_point("allocated")
         return b""
 
     def _fill(self, duty: Duty, target: StateLocation) -> bytes:
         """This member's sums of the regions that it sent and received, and the sums of the ranks that it replaces."""
         self._on_point("transferring")
-        part, tensors = duty.part, target.tensors()
+        part, tensors = duty.part, {**target.tensors(), **self._carried.target_tensors()}
         with self._watch.part("transfer"):
             if not duty.is_in_place:
                 duty.transport.run(part, duty.own, tensors, stand_ins=duty.stand_ins)
@@ -244,7 +269,9 @@ class Preparation:
             hosts=hosts,
             memory_bytes=self._settings.staging_bytes,
         )
-        places = {rank: sources.places(rank, origin) for rank, origin in origins.items()}
+        places = {
+            rank: {**sources.places(rank, origin), **self._carried.places(rank)} for rank, origin in origins.items()
+        }
         if not all(places.values()):
             return sent
         shared = SharedMemory(places, self._reader)

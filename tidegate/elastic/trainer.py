@@ -1,4 +1,4 @@
-"""A Megatron trainer that changes its layout between two updates: the interface of the library.
+"""A Megatron trainer that changes its layout between two updates or within one: the interface of the library.
 
 Every process of a membership epoch has one and makes the same calls. A process that the layout does not use stands by.
 
@@ -10,12 +10,14 @@ Order of a reshard:
 `reshard` does all three steps, with the decision in the epoch's store.
 
 A minibatch may come in portions: `accumulate` for each, and `train_minibatch` with the last. Until then their gradients
-are uncommitted. Whatever may change the tensors drops them.
+are uncommitted. A reshard carries them where it gets the portions. Whatever else may change the tensors drops them.
 
 Invariants:
 - Until the decision nothing of the old layout is written but uncommitted gradients, so any failure leaves it as it was.
   [test_refusals: a_failure_of_one_member_before_the_decision]
 - An update has the gradients of all its portions or is not made. [test_portions: dropped_by_a_reshard]
+- An update whose portions a reshard carried is that of another layout, but for rounding.
+  [test_carried_portions: is_that_of_an_undisturbed_trainer]
 - The old tensors stay until every member has switched, or until a member is lost on the way.
   [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
 - Parameters, optimizer state, progress, learning rate and random numbers continue as if the job had always been in its
@@ -24,14 +26,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatron.core.optimizer import OptimizerConfig
 from pydantic import JsonValue
 
+from tidegate.elastic.agreement import PortionsRefused
 from tidegate.elastic.ahead import build_ahead
+from tidegate.elastic.carried_update import CarriedUpdate
 from tidegate.elastic.epoch import coordinator
 from tidegate.elastic.epoch.decision import StoreDecision
 from tidegate.elastic.epoch.joint_step import run_on_all
@@ -41,6 +45,7 @@ from tidegate.elastic.minibatch import Minibatch, RankPlace
 from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.provider import ModelProvider
+from tidegate.elastic.open_update import OpenUpdate
 from tidegate.elastic.plan.layout import LayoutRefused, Mesh
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.reshard_preparation import OnPoint, Preparation, PreparedReshard, ReshardAborted, ignore_point
@@ -49,10 +54,9 @@ from tidegate.elastic.state.arena_files import sweep
 from tidegate.elastic.state.copies import NUM_SLOTS
 from tidegate.elastic.state.location import RankState, StateLocation, exchange_location
 from tidegate.elastic.state.progress import Progress
-from tidegate.elastic.state.rng import seed_update
 from tidegate.elastic.state.stamp import Note, encoded
-from tidegate.megatron.reproducible import check_data_parallel, updater
-from tidegate.megatron.updates import Update, Updater
+from tidegate.megatron.reproducible import check_data_parallel
+from tidegate.megatron.updates import Update
 from tidegate.types import Layout
 
 
@@ -62,14 +66,6 @@ class NotInLayout(RuntimeError):
 
 class NotStarted(RuntimeError):
     """The trainer has no state yet."""
-
-
-@dataclass(slots=True)
-class _OpenUpdate:
-    """An update some of whose portions have run."""
-
-    updater: Updater
-    portions: list[Minibatch] = field(default_factory=list)
 
 
 class JobSuspended(RuntimeError):
@@ -100,7 +96,7 @@ class ElasticTrainer:
         self._location: StateLocation | None = exchange_location(world, None)
         self._progress = Progress()
         self._num_reshards = 0
-        self._open: _OpenUpdate | None = None
+        self._open: OpenUpdate | None = None
         self._is_suspended = False
         self._reader = ArenaReader()
         for layout in layouts:
@@ -190,7 +186,7 @@ class ElasticTrainer:
     @property
     def portions(self) -> tuple[Minibatch, ...]:
         """The portions of the next minibatch whose gradients are accumulated, in order."""
-        return () if self._open is None else tuple(self._open.portions)
+        return () if self._open is None else self._open.portions
 
     def accumulate(self, portion: Minibatch) -> None:
         """Add the gradients of a portion of the next minibatch. Every member passes the same portion.
@@ -201,38 +197,27 @@ class ElasticTrainer:
         state = self._location.state
         with self._opened(state, portion) as opened:
             with peers_needed(f"portion {len(opened.portions)} of update {self._progress.num_updates + 1}"):
-                opened.updater.accumulate(*portion.of_rank(self._place(state)))
-            opened.portions.append(portion)
-        self._open = opened
+                opened.accumulate(portion, self._place(state))
+            self._open = opened
 
     def drop_portions(self) -> None:
         """Drop the uncommitted gradients. The next portion is the first of its minibatch."""
         opened, self._open = self._open, None
         if opened is not None:
-            opened.updater.drop()
+            opened.drop()
 
     @contextmanager
-    def _opened(self, state: RankState, minibatch: Minibatch) -> Iterator[_OpenUpdate]:
-        """The open update, or a new one. It is closed now, and dropped on any error."""
+    def _opened(self, state: RankState, minibatch: Minibatch) -> Iterator[OpenUpdate]:
+        """The open update, or a new one. It ends here, unless the caller opens it again."""
         opened, self._open = self._open, None
         if opened is None:
-            skeleton = state.skeleton
-            skeleton.materialise_gradients()
-            seed_update(self._settings.seed, self._progress.num_updates, skeleton.mesh, self.world.me)
-            opened = _OpenUpdate(
-                updater(
-                    skeleton.chunks,
-                    skeleton.optimizer,
-                    skeleton.groups,
-                    num_sums=minibatch.num_sums,
-                    num_logical_shards=self._settings.num_logical_shards,
-                )
-            )
+            opened = OpenUpdate(state.skeleton, self._settings, num_sums=minibatch.num_sums)
         try:
+            opened.begin(self._progress.num_updates, self.world.me)
             yield opened
-        except BaseException:
-            opened.updater.drop()
-            raise
+        finally:
+            if self._open is not opened:
+                opened.drop()
 
     def _place(self, state: RankState) -> RankPlace:
         skeleton = state.skeleton
@@ -257,7 +242,6 @@ class ElasticTrainer:
         state = self._location.state
         skeleton = state.skeleton
         with self._opened(state, minibatch) as opened:
-            batches, on_logits = minibatch.of_rank(self._place(state))
             num_samples = sum(portion.num_samples for portion in (*opened.portions, minibatch))
             progress = replace(
                 self._progress,
@@ -272,12 +256,8 @@ class ElasticTrainer:
             # Refuse a note that does not fit its record before anything is applied.
             encoded(note())
             with peers_needed(f"update {progress.num_updates}"):
-                update = opened.updater.update(
-                    batches,
-                    on_logits,
-                    learning_rate,
-                    scale=minibatch.scale,
-                    applying=lambda: state.stamp.applying(note),
+                update = opened.update(
+                    minibatch, self._place(state), learning_rate, applying=lambda: state.stamp.applying(note)
                 )
         if update.committed:
             self._progress = progress
@@ -300,11 +280,15 @@ class ElasticTrainer:
         # An older copy has the same number of updates and another state, so overwrite every slot.
         self._note(state, num_copies=NUM_SLOTS)
 
-    def reshard(self, layout: Layout, *, ranks: Iterable[int] | None = None) -> ReshardReport:
+    def reshard(
+        self, layout: Layout, *, ranks: Iterable[int] | None = None, portions: Sequence[Minibatch] = ()
+    ) -> ReshardReport:
         """Continue in this layout on these members. All members of the epoch make the same call.
 
+        `portions`: those whose gradients are carried, as in `prepare`.
+
         Raises:
-        - LayoutRefused, before anything moves;
+        - LayoutRefused and PortionsRefused, before anything moves;
         - ReshardAborted, with the old layout as it was;
         - PeerLost, when a member died: `rejoin` the next epoch, in the layout that `mesh` shows.
         """
@@ -320,7 +304,7 @@ class ElasticTrainer:
             timeout_s=self._settings.timeout_s,
         )
         try:
-            prepared = self.prepare(mesh, name=name)
+            prepared = self.prepare(mesh, name=name, portions=portions)
         except Exception as error:
             decision.vote(f"{type(error).__name__}: {error}")
             raise
@@ -336,18 +320,30 @@ class ElasticTrainer:
             )
         return self.commit(prepared)
 
-    def prepare(self, mesh: Mesh, *, name: str) -> PreparedReshard:
+    def prepare(self, mesh: Mesh, *, name: str, portions: Sequence[Minibatch] = ()) -> PreparedReshard:
         """The first phase of the reshard with this name. If it raises, it has given back all that it took.
 
+        `portions`: all portions so far, in order. Their gradients are carried: after `commit` they are `portions` of
+        the new layout, and before it the old layout can go on with them. Without any the gradients are dropped.
+
         Raises LayoutRefused where the state is in this mesh already: the same tensors cannot be both source and target.
+        Raises PortionsRefused in reproducible mode, and where a rank of the layout holds others.
         """
         if self._location is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
         is_there = (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh)
         if is_there and not self._is_suspended:
             raise LayoutRefused(f"{mesh.layout} on ranks {mesh.ranks} is the layout already: continue training in it")
-        self.drop_portions()
-        preparation = Preparation(self._cache, self._settings, self._reader, self._on_point)
+        if portions and self._settings.num_logical_shards is not None:
+            raise PortionsRefused(
+                f"{len(portions)} portions to carry with num_logical_shards={self._settings.num_logical_shards}: the "
+                "bits of an update depend on the sum of each shard, which a reshard does not keep; pass none and train "
+                "them again"
+            )
+        if not portions:
+            self.drop_portions()
+        carried = CarriedUpdate(portions, self._open, self._cache, drop=self.drop_portions)
+        preparation = Preparation(self._cache, self._settings, self._reader, self._on_point, carried)
         return preparation.run(name, self._location, mesh, self._progress)
 
     def build_ahead(self, mesh: Mesh, *, keeps_memory: bool) -> int:
@@ -369,6 +365,7 @@ class ElasticTrainer:
         with prepared.watch.part("switch"):
             note = prepared.agreement.note
             self._location, self._progress = prepared.target, note.progress
+            ended, self._open = self._open, prepared.carried.resumed(prepared.target, self._settings)
             self._is_suspended = False
             if prepared.target.state is not None:
                 param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
@@ -380,6 +377,8 @@ class ElasticTrainer:
                     self._sweep()
             finally:
                 self._retire(prepared)
+                if ended is not None:
+                    ended.drop()
             self._on_point("released")
             if prepared.target.state is not None:
                 prepared.target.state.skeleton.materialise_gradients()
@@ -388,6 +387,7 @@ class ElasticTrainer:
     def abort(self, prepared: PreparedReshard) -> None:
         """Stay in the old layout."""
         prepared.target.give_back(prepared.source)
+        prepared.carried.give_back()
 
     def prepare_suspension(self) -> None:
         """The first phase of a suspension: have this member's state in host memory. Nothing else changes.

@@ -3,14 +3,16 @@
 Order:
 1. Gradients are zeroed.
 2. The micro-batches run forward and backward, in one portion or in several.
-3. Gradients are reduced, and scaled once.
-4. The losses' sums are added up.
+3. Gradients are reduced, and the losses' sums added up.
+4. What portions had reduced before is added, and the sum is scaled once.
 5. The global gradient norm is computed.
 6. Clipping, the learning rate and the step.
 
 Invariants:
 - Gradients are only ever added, over portions, micro-batches, and data- and context-parallel ranks. Denominators that
   are known only with the last portion are in the scale. [test_portions: come_close_to_a_whole_minibatch]
+- A portion's gradients are reduced once, in the layout in which it ran.
+  [test_carried_portions: is_that_of_an_undisturbed_trainer]
 - Nothing is applied on any rank unless the loss and the norm are finite. All ranks see this alike, because both are
   sums over all ranks of the mesh.
 - Standby ranks take no part.
@@ -49,10 +51,19 @@ class Update:
     """False: the loss or the gradient was not finite, and nothing was applied."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReducedPortions:
+    """What portions have added up to that are in no buffer any more, reduced over all ranks on which they ran."""
+
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """(The gradient, the range of a buffer to which it belongs): the ranges that this rank's optimizer owns."""
+    sums: Sequence[float]
+
+
 class Updater:
     """Makes updates. Every rank of the mesh makes the same calls, with its own micro-batches.
 
-    Gradients of portions wait in the chunks' buffers until `update`, or until `drop`.
+    Gradients of portions wait in the chunks' buffers until `update`, `reduce` or `drop`.
     """
 
     def __init__(
@@ -74,6 +85,13 @@ class Updater:
         """Add the gradients of a portion's micro-batches, which may be none on this rank. `on_logits`: see `update`."""
         self._run(batches, on_logits, is_last=False)
 
+    def reduce(self) -> tuple[float, ...]:
+        """Reduce the portions' gradients: the owned ranges of the buffers have them until the next portion, which
+        begins anew. Returns the sums over all ranks.
+        """
+        finalize_model_grads(list(self._chunks), None, pg_collection=self._groups)
+        return self._add_up()
+
     def drop(self) -> None:
         """Drop the portions. The next one is the first of its update."""
         self._sums = None
@@ -85,19 +103,25 @@ class Updater:
         learning_rate: float,
         *,
         scale: float = 1.0,
+        reduced: ReducedPortions | None = None,
         applying: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Update:
         """Run the last portion and apply the update. `scale` is the factor on the sum of all portions' gradients.
+
+        `reduced` are the portions that were reduced before, in this layout or another one.
 
         `on_logits` keeps sums over a micro-batch, the loss first. All cp and tp ranks of the last stage keep the same.
         Weights and optimizer state change within `applying()`.
         """
         self._run(batches, on_logits, is_last=True)
-        finalize_model_grads(list(self._chunks), None, pg_collection=self._groups)
+        sums = self.reduce()
+        if reduced is not None:
+            for gradient, place in reduced.gradients:
+                place.add_(gradient)
+            sums = tuple(map(sum, zip(sums, reduced.sums, strict=True)))
         if scale != 1.0:
             for chunk in self._chunks:
                 chunk.scale_gradients(scale)
-        sums = self._add_up()
         self._optimizer.prepare_grads()
         norm = self._gradient_norm()
         if not (math.isfinite(norm) and math.isfinite(sums[0])):

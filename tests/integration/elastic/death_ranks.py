@@ -42,6 +42,7 @@ from tidegate.types import Layout
 
 FORWARD = "forward"
 APPLYING = "applying"
+FIRST_PORTION = minibatch(100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Script:
     copy_every: int = 1
     saves_after: int | None = None
     """The number of updates after which the members save."""
+    carries: bool = False
+    """Whether each minibatch has a first portion, which a reshard before it carries."""
 
     @property
     def num_updates(self) -> int:
@@ -223,7 +226,10 @@ class _Member:
         update = 0
         for place in self.script.places:
             if place is not first:
-                report = trainer.reshard(Layout(**place["layout"]), ranks=place["ranks"])
+                portions = [FIRST_PORTION] if self.script.carries else []
+                for portion in portions:
+                    trainer.accumulate(portion)
+                report = trainer.reshard(Layout(**place["layout"]), ranks=place["ranks"], portions=portions)
                 self.certificates[report.num_updates] = report.certificate
             for _ in range(place["updates"]):
                 self._train(trainer, update)
@@ -238,6 +244,8 @@ class _Member:
             for link in compat.links(trainer.state.skeleton.optimizer):
                 link.optimizer.register_step_post_hook(lambda *_: self._die())
         is_forward = fatal and self.script.point == FORWARD
+        if self.script.carries and not trainer.portions:
+            trainer.accumulate(FIRST_PORTION)
         done = trainer.train_minibatch(Fatal(tokens, self._die) if is_forward else tokens, LEARNING_RATE)
         if done is not None:
             self.updates[update] = (done.sums[0], done.grad_norm)

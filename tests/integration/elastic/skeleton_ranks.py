@@ -368,17 +368,17 @@ def _refused(optimizer: Any, values: Sequence[Any]) -> str:
 
 
 def random_numbers(context: RankContext, *, layouts: Sequence[dict[str, int]]) -> Results:
-    """The draws of each rank of each layout from each stream at the start of update 5; for the first layout of update 6
-    too.
+    """The draws of each rank of each layout from each stream at the start of update 5. For the first layout also those
+    of update 6, and those of update 5 once a portion of it has been carried there.
     """
     streams = ("default", "model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 
-    def draws(layout: dict[str, int], num_updates: int) -> Any:
+    def draws(layout: dict[str, int], num_updates: int, num_portions: int = 0) -> Any:
         sizes = Layout(**layout)
         mesh = Mesh(sizes, tuple(range(sizes.num_ranks)), ((4 // sizes.pp,) * sizes.pp,))
         rows = []
         for me in mesh.ranks:
-            seed_update(11, num_updates, mesh, me)
+            seed_update(11, num_updates, mesh, me, num_portions=num_portions)
             row = [torch.rand(2)]
             for stream in streams[1:]:
                 with get_cuda_rng_tracker().fork(stream):
@@ -387,4 +387,4 @@ def random_numbers(context: RankContext, *, layouts: Sequence[dict[str, int]]) -
         return torch.stack(rows).numpy()
 
     found = {str(number): draws(layout, 5) for number, layout in enumerate(layouts)}
-    return found | {"next": draws(layouts[0], 6)}
+    return found | {"next": draws(layouts[0], 6), "carried": draws(layouts[0], 5, num_portions=1)}

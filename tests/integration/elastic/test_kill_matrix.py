@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.integration.elastic.killed_members import NEW, OLD, check_as_undisturbed, run_with_kill, undisturbed
+from tests.integration.elastic.killed_members import (
+    NEW,
+    NUM_RANKS,
+    OLD,
+    PLACES,
+    REFUGE,
+    TRAINS_ON,
+    check_as_undisturbed,
+    run_with_kill,
+    undisturbed,
+)
 from tests.ranks import RankServer, Results
 from tidegate.elastic.reshard_preparation import POINTS
 
@@ -42,6 +52,27 @@ def test_a_kill_where_copies_are_kept_leaves_the_old_or_the_new_layout(
     coordinator, *members = run_with_kill(ranks, VICTIMS["in both layouts"], point=point, **copies)
 
     check(coordinator, members, undisturbed, point=point)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "introduced",
+        *(pytest.param(point, marks=pytest.mark.long) for point in ("agreed", "transferring", "voted", "switched")),
+    ],
+)
+def test_a_kill_while_gradients_are_carried_drops_them_and_the_minibatch_is_trained_again(
+    ranks: RankServer, point: str
+) -> None:
+    call = {"places": PLACES, "refuge": REFUGE, "carries": True}
+    undisturbed = ranks.run(TRAINS_ON, NUM_RANKS, call)
+
+    coordinator, *members = run_with_kill(ranks, VICTIMS["in both layouts"], point=point, carries=True)
+
+    want = NEW if point in SECOND_PHASE else OLD
+    assert [of_rank["meshes"].tolist() for of_rank in members] == [[want]] * 3
+    assert int(coordinator["committed"]) == (point in SECOND_PHASE)
+    check_as_undisturbed(members, undisturbed)
 
 
 def check(coordinator: Results, members: list[Results], undisturbed: list[Results], *, point: str) -> None:

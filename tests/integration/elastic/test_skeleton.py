@@ -126,5 +126,10 @@ def test_random_numbers_are_a_function_of_seed_update_and_coordinates(ranks: Ran
     for stream in (of_tp, of_experts):
         assert len({there[rank, stream].tobytes() for rank in range(4)}) == 4
     assert len({there[rank, of_all].tobytes() for rank in range(4)}) == 1
+    # After a reshard within the update each stream has other numbers, shared as before.
+    carried = found["carried"]
+    assert not any((carried[0, stream] == there[0, stream]).any() for stream in range(5))
+    assert np.array_equal(carried[0, default], carried[1, default])
+    assert len({carried[rank, of_all].tobytes() for rank in range(4)}) == 1
     # In the other layout every rank is another replica or stage.
     assert len({other[rank, default].tobytes() for rank in range(4)}) == 4

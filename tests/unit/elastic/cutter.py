@@ -22,13 +22,15 @@ Array = npt.NDArray[np.int64]
 Tensors = dict[tuple[str, StateKind], Array]
 World = dict[int, Tensors]
 PADDING = -1
+KINDS = tuple(kind for kind in StateKind if kind is not StateKind.GRADIENT)
+"""Of the state that every reshard moves."""
 
 
 def whole_tensors(parameters: Sequence[Parameter]) -> Tensors:
     tensors: Tensors = {}
     first = 0
     for parameter in parameters:
-        for kind in StateKind:
+        for kind in KINDS:
             shape = (1,) if kind is StateKind.STEP else parameter.shape
             size = int(np.prod(shape))
             tensors[parameter.name, kind] = np.arange(first, first + size).reshape(shape)

@@ -84,10 +84,10 @@ def test_the_copies_of_tied_embeddings_are_one_logical_parameter() -> None:
     target = state(Layout(pp=4), (2, 3, 0, 1), PlainOptimizer(), num_layers=4)
     plan = Planner(parameters, source, target).whole()
     assert sum((pairs(part.sends) for part in plan.parts), Counter()).keys() == {(0, 2)}
-    assert {copy.kind for copy in plan.part(1).local} == set(StateKind)
+    assert {copy.kind for copy in plan.part(1).local} == set(cutter.KINDS)
     assert plan.part(0).target_holdings == plan.part(3).target_holdings == ()
     to_one = Planner(parameters, source, state(Layout(), (5,), PlainOptimizer(), num_layers=4)).whole()
-    assert len(to_one.part(5).receives) == len(StateKind)
+    assert len(to_one.part(5).receives) == len(cutter.KINDS)
 
 
 def test_sequence_parallel_marks_change_no_copy() -> None:

@@ -72,11 +72,11 @@ def _place_link(link: Any, parameters: Mapping[str, torch.nn.Parameter], arena: 
     mains = [_main_param(link, tensor) for tensor in owned.values()]
     sizes = [main.numel() for main in mains]
     by_kind = {
-        StateKind.EXP_AVG: _packed(arena, sizes),
-        StateKind.EXP_AVG_SQ: _packed(arena, sizes),
+        StateKind.EXP_AVG: packed(arena, sizes),
+        StateKind.EXP_AVG_SQ: packed(arena, sizes),
     }
     if any(tensor.dtype != torch.float32 for tensor in owned.values()):
-        by_kind[StateKind.MAIN_PARAM] = _packed(arena, sizes)
+        by_kind[StateKind.MAIN_PARAM] = packed(arena, sizes)
     if keeps_step_tensors(adam):
         steps = arena.empty(len(mains), torch.float32)
         by_kind[StateKind.STEP] = [steps[at : at + 1] for at in range(len(mains))]
@@ -105,7 +105,7 @@ def _adopt(adam: torch.optim.Optimizer, main: torch.Tensor, tensors: Mapping[Sta
     adam.state[main] = state
 
 
-def _packed(arena: Arena, sizes: list[int]) -> list[torch.Tensor]:
+def packed(arena: Arena, sizes: list[int]) -> list[torch.Tensor]:
     """One fp32 allocation for all, so that the memory is freed and taken in one piece."""
     step = ALIGNMENT_BYTES // torch.float32.itemsize
     starts, end = [], 0

@@ -34,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from tidegate.elastic.epoch.world import peers_needed
 from tidegate.elastic.model import compat, param_groups
 from tidegate.elastic.model.adam import check_config
-from tidegate.elastic.model.arena_placement import place_buffers, place_frozen, place_optimizer_state
+from tidegate.elastic.model.arena_placement import packed, place_buffers, place_frozen, place_optimizer_state
 from tidegate.elastic.model.memory import Arena, ArenaFull
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.model.tensors import TensorKey
@@ -130,12 +130,17 @@ class Skeleton:
         return {name: share.range for name, share in self._shares.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """After an update: the reduced and clipped gradient of each of the `ranges`, not a copy."""
+        """Once gradients are reduced: those of each of the `ranges`, not a copy. After an update they are clipped."""
         found: dict[str, torch.Tensor] = {}
         for name, share in self._shares.items():
             gradient: torch.Tensor = getattr(self._parameters[name], "main_grad")  # noqa: B009 - Megatron sets it
             found[name] = gradient.view(-1)[slice(*share.range)]
         return found
+
+    def empty_gradients(self, arena: Arena) -> dict[str, torch.Tensor]:
+        """Tensors as those of `gradients`, in another arena and filled with 0. Raises ArenaFull."""
+        sizes = [end - start for start, end in self.ranges().values()]
+        return {name: tensor.zero_() for name, tensor in zip(self._shares, packed(arena, sizes), strict=True)}
 
     def start_anew(self) -> None:
         """Set the optimizer's state to that before the first update, from the present weights."""

@@ -51,9 +51,9 @@ class Announcement:
     """
 
 
-_WiredPlace = tuple[str, int, int, str]
+WiredPlace = tuple[str, int, int, str]
 _Wired = tuple[
-    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[_WiredPlace], _WiredPlace | None, str, str
+    str, dict[str, FlatRange], list[tuple[str, StateKind, int, str]], list[WiredPlace], WiredPlace | None, str, str
 ]
 _ONE = TypeAdapter(_Wired)
 _MESH = TypeAdapter(dict[int, _Wired])
@@ -80,8 +80,8 @@ def decode(payload: bytes) -> Announcement:
 
 def _wired(entry: Announcement) -> _Wired:
     tensors = [(name, kind, extent.num_elements, str(extent.dtype)) for (name, kind), extent in entry.tensors.items()]
-    places = [_wired_place(entry.places[key]) for key in entry.tensors] if entry.places else []
-    record = None if entry.record is None else _wired_place(entry.record)
+    places = [wired_place(entry.places[key]) for key in entry.tensors] if entry.places else []
+    record = None if entry.record is None else wired_place(entry.record)
     return entry.host, dict(entry.ranges), tensors, places, record, entry.copies, entry.kept
 
 
@@ -92,18 +92,18 @@ def _read(wired: _Wired) -> Announcement:
         host,
         ranges,
         extents,
-        dict(zip(extents, map(_read_place, places), strict=True)) if places else {},
-        None if record is None else _read_place(record),
+        dict(zip(extents, map(read_place, places), strict=True)) if places else {},
+        None if record is None else read_place(record),
         copies,
         kept,
     )
 
 
-def _wired_place(place: Place) -> _WiredPlace:
+def wired_place(place: Place) -> WiredPlace:
     return place.path, place.offset_bytes, place.num_elements, str(place.dtype)
 
 
-def _read_place(wired: _WiredPlace) -> Place:
+def read_place(wired: WiredPlace) -> Place:
     path, offset_bytes, num_elements, dtype = wired
     return Place(path, offset_bytes, num_elements, _dtype(dtype))
 

@@ -1,7 +1,8 @@
 """Random numbers of an update: a pure function of (seed, number of committed updates, coordinates in the mesh).
 
 No random state has to survive a reshard, a death or a checkpoint: each update begins by seeding every stream anew. An
-update that was not committed draws the same numbers again.
+update that was not committed draws the same numbers again. One that goes on after a reshard also has the number of its
+portions so far in the seed.
 
 Megatron's streams, and the inputs of each seed besides the seed and the update:
 - The default generators, of CPU and device: the place in (stage, dp, cp). It is the same for all tp ranks, which drop
@@ -28,14 +29,18 @@ from megatron.core.tensor_parallel import random as megatron_random
 from tidegate.elastic.plan.layout import Mesh
 
 
-def seed_update(seed: int, num_updates: int, mesh: Mesh, me: int) -> None:
-    """Begin the update after `num_updates` committed ones, as member `me` of the mesh."""
+def seed_update(seed: int, num_updates: int, mesh: Mesh, me: int, *, num_portions: int = 0) -> None:
+    """Begin the update after `num_updates` committed ones, as member `me` of the mesh.
+
+    `num_portions`: the portions of the update that ran before a reshard was prepared. The others draw other numbers.
+    """
     at = mesh.coordinates(mesh.ranks.index(me))
-    place = (at.stage, at.dp, at.cp)
+    again = (num_portions,) if num_portions else ()
+    place = (at.stage, at.dp, at.cp, *again)
     streams = {
         megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME: (*place, at.tp),
         megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME: (*place, at.tp, at.ep),
-        megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME: (),
+        megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME: again,
     }
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.reset()
