@@ -24,6 +24,9 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _OPTIMIZER_BYTES = {Precision.FP32: 8, Precision.BF16: 12}
 """Bytes per parameter: Adam's moments, and the fp32 main parameter where the weights are not in fp32."""
 
+_GRADIENT_BYTES = 4
+"""Bytes per parameter: carried gradients are in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -34,19 +37,21 @@ class Choice:
     """For state on a device: the folder for its copies while the actor is suspended. None: private memory."""
 
 
-def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precision: Precision) -> int:
+def most_bytes(num_parameters: int, *, num_members: int, copies: CopyTo, precision: Precision, carries: bool) -> int:
     """The most bytes that a node's members hold, which is in the middle of a reshard.
 
-    bytes = layouts * (1 + copies) * parameters * (members * weight_bytes + optimizer_bytes)
+    bytes = layouts * parameters * ((1 + copies) * (members * weight_bytes + optimizer_bytes) + gradient_bytes)
 
     - layouts: 2, the old one and the new one.
     - copies: 0 without copies; NUM_SLOTS for copies on the node; twice that for copies on a peer, since the node also
       holds a peer's copies.
     - weight_bytes: the size of a weight; each member may hold all weights.
     - optimizer_bytes: the optimizer's bytes per parameter; the members hold its state once among them.
+    - gradient_bytes: 4 where a reshard carries gradients, which the members hold once among them; else 0.
     """
     all_weights = num_parameters * (num_members * precision.itemsize + _OPTIMIZER_BYTES[precision])
-    return 2 * (1 + _num_copies(copies)) * all_weights
+    gradients = num_parameters * _GRADIENT_BYTES if carries else 0
+    return 2 * ((1 + _num_copies(copies)) * all_weights + gradients)
 
 
 def rank_bytes(num_parameters: int, layout: Layout, *, copies: CopyTo, precision: Precision) -> int:

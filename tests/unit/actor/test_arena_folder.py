@@ -48,7 +48,12 @@ def test_a_node_needs_room_for_two_layouts_whose_members_all_have_all_weights(
     precision: Precision, copies: CopyTo
 ) -> None:
     want = NEEDS[precision, copies]
-    assert most_bytes(1000, num_members=3, copies=copies, precision=precision) == want
+    assert most_bytes(1000, num_members=3, copies=copies, precision=precision, carries=False) == want
+
+
+def test_a_node_needs_room_for_carried_gradients_in_both_layouts_and_for_no_copies_of_them() -> None:
+    found = most_bytes(1000, num_members=3, copies=CopyTo.NODE, precision=Precision.FP32, carries=True)
+    assert found == 6 * (3 * 4000 + 8000) + 2 * 4000
 
 
 def test_state_that_fits_in_memory_is_shared_there(memory: Path) -> None:
