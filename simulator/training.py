@@ -117,9 +117,11 @@ class Trainer:
             self._shared.gpus.mark(self.gpus, Doing.WAITING if self._busy is None else Doing.TRAINING, self._now)
 
     def _go(self) -> None:
-        if not self.taken or (self._workload.carries_gradients and self._keeps_ranks()):
+        if not self.taken or self._may_carry():
             self._begin_resize()
-        if self._resizing is not None or (not self.taken and (self._awaits_gpus() or not self._may_open())):
+            if self._resizing is not None:
+                return
+        if not self.taken and (self.waiting_resize is not None or not self._may_open()):
             return
         if self.gpus and not self.is_done and (at := self._next()) is not None:
             self._train(at)
@@ -158,13 +160,10 @@ class Trainer:
     def _now(self) -> float:
         return self._shared.clock.now_s
 
-    def _keeps_ranks(self) -> bool:
-        """Whether the waiting resize leaves ranks that carry the gradients."""
-        return self.waiting_resize is not None and bool(self.waiting_resize.gpus)
-
-    def _awaits_gpus(self) -> bool:
-        """Whether the next minibatch waits for the GPUs of a resize."""
-        return self.waiting_resize is not None and not (self._workload.carries_gradients and self._keeps_ranks())
+    def _may_carry(self) -> bool:
+        """Whether the open minibatch can go on after the waiting resize. Without ranks nobody has its gradients."""
+        resize = self.waiting_resize
+        return self._workload.carries_gradients and resize is not None and bool(resize.gpus)
 
     def _begin_resize(self) -> None:
         resize = self.waiting_resize

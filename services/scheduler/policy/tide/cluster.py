@@ -17,7 +17,7 @@ from services.scheduler.policy.actor_layouts import ActorLayouts, actor_layouts,
 from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.trainer_rates import num_sequences
 from services.scheduler.state.layouts import engine_size, replica_size
-from services.scheduler.state.observed import Floats, Ints
+from services.scheduler.state.observed import Engine, Floats, Ints
 from services.scheduler.state.remembered import Assignment
 from tidegate.types import GpuId, Role
 
@@ -68,7 +68,11 @@ class Cluster:
     unit_rates: the trainer's tokens a second by number of units; 0 where these are too few for any layout.
     switch_s: seconds from one number of units to another, [before, after].
     inference_rate: tokens a second of one GPU.
+    is_open: a minibatch is open, and the trainer cannot move before its end.
     until_s: seconds until the end of the open minibatch; None while it is not known.
+    busy_s: seconds until a trainer that can move has ended the portion under way.
+    carries: the trainer goes on with an open minibatch while its new GPUs are released, and after it has moved.
+    num_working: engines with sequences, once no sequence waits for an engine. None: all.
     """
 
     num_gpus: int
@@ -84,6 +88,9 @@ class Cluster:
     num_inference_gpus: int
     is_open: bool
     until_s: float | None
+    busy_s: float = 0.0
+    carries: bool = False
+    num_working: int | None = None
 
     def units(self, num_gpus: Floats) -> Ints:
         """Units of the trainer, at most those with a rate."""
@@ -103,7 +110,7 @@ def cluster_of(
     communicators."""
     training, engines = situation.trainer.training, situation.engines
     layouts = trainer_layouts(situation, len(there))
-    until_s = None if training.closes_at_ms is None else max(0.0, (training.closes_at_ms - situation.now_ms) / 1000)
+    until_s = _until_s(situation, training.closes_at_ms)
     return Cluster(
         num_gpus=len(there),
         engine_size=engine_size(situation.spec),
@@ -116,9 +123,32 @@ def cluster_of(
         num_engines=len(assignment.engines),
         num_trainer_gpus=situation.trainer.num_gpus,
         num_inference_gpus=len(assignment.inference),
-        is_open=not training.is_at_boundary,
+        is_open=not can_move(situation),
         until_s=until_s,
+        busy_s=_until_s(situation, training.portion_ends_at_ms) or 0.0,
+        carries=situation.spec.carries_gradients,
+        num_working=None if situation.generation.queue else sum(map(_works, engines)),
     )
+
+
+def can_move(situation: Situation) -> bool:
+    """Whether the trainer can change its GPUs now, or after the portion under way: between two updates, and where
+    gradients are carried until an open minibatch has its last group."""
+    training = situation.trainer.training
+    return training.is_at_boundary or (situation.spec.carries_gradients and training.closes_at_ms is None)
+
+
+def num_idle_engines(situation: Situation) -> int:
+    """Engines without a sequence, once no sequence waits for an engine."""
+    return 0 if situation.generation.queue else sum(not _works(engine) for engine in situation.engines)
+
+
+def _works(engine: Engine) -> bool:
+    return engine.num_running + engine.num_waiting > 0
+
+
+def _until_s(situation: Situation, at_ms: int | None) -> float | None:
+    return None if at_ms is None else max(0.0, (at_ms - situation.now_ms) / 1000)
 
 
 def gpus_there(situation: Situation) -> tuple[GpuId, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Alternative, Situation
-from services.scheduler.policy.tide.cluster import Cluster, Plans, cluster_of
+from services.scheduler.policy.tide.cluster import Cluster, Plans, can_move, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.policy.tide.outlook import outlook
@@ -99,7 +99,9 @@ class Foresight:
         found = replace(found, weighed=(alternative(_told(found), found, is_chosen=True),))
         found = self._or_stay(forecast, found) if is_move else found
         can_lend = memory.is_begun and cluster.num_trainer_gpus > 0
-        can_wait = situation.num_unfinished and can_lend and num_left == 1
+        # Without ranks nobody has an open minibatch's gradients.
+        has_gradients = not situation.trainer.training.is_at_boundary and not cluster.is_open
+        can_wait = situation.num_unfinished and can_lend and num_left == 1 and not has_gradients
         return self._or_wait(forecast, found) if can_wait else found
 
     def kept(
@@ -198,9 +200,10 @@ def _of_two(found: Found, other: Found, what: str, *, is_other: bool) -> Found:
 
 
 def num_to_come(situation: Situation) -> int:
-    """Minibatches that are neither done nor open."""
+    """Minibatches for which the trainer can still move: those that are not done, without an open one that it cannot
+    leave."""
     training = situation.trainer.training
-    return situation.spec.num_minibatches - training.num_minibatches_done - (not training.is_at_boundary)
+    return situation.spec.num_minibatches - training.num_minibatches_done - (not can_move(situation))
 
 
 def planned(situation: Situation, found: Found) -> TidePlan:

@@ -104,6 +104,13 @@ class Outlook:
     is_by_arrival: bool
     streams: bool = True
 
+    def tokens_of(self, minibatch: int) -> float:
+        """The tokens of the minibatch's lots. With `arrival` the lots are those of the outlook's order."""
+        tokens = self.lots.tokens
+        if self.is_by_arrival:
+            return float(tokens[self.until[minibatch - 1] if minibatch else 0 : self.until[minibatch]].sum())
+        return float(tokens[self.lots.minibatch == minibatch].sum())
+
 
 def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Ints | None = None) -> Outlook:
     """`final`: the lengths that all sequences end with. `waiting`: the queue in another order; None keeps its own."""

@@ -4,6 +4,7 @@ Each round forecasts all neighbours of the best plan at once and takes the best 
 
 - the time at which the trainer starts;
 - the GPUs of one minibatch;
+- GPUs that one of the next two minibatches takes from inference, or gives to it;
 - the GPUs of one minibatch and all later ones alike. This makes long plans searchable: a change of a single minibatch
   rarely gains anything alone.
 
@@ -162,6 +163,10 @@ def _changes(num: int, cluster: Cluster, span_s: float) -> Iterator[tuple[float,
         for times in (1, 3) if at < 2 else (1,):
             for sign in (-1, 1):
                 yield 0.0, none, np.where(here == at, sign * times * _inference_step(cluster), 0)
+    for at in range(min(num, 2)):
+        for sign in (-1, 1):
+            change = np.where(here == at, sign * max(cluster.unit_size, _inference_step(cluster)), 0)
+            yield 0.0, change, -change
     for sign in (-1, 1):
         yield 0.0, none, none + sign * _inference_step(cluster)
 

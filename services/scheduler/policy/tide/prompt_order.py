@@ -21,6 +21,7 @@ import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths, prior
 from services.scheduler.policy.situation import Situation, minibatch_sizes
+from services.scheduler.policy.tide.cluster import can_move
 from services.scheduler.state.observed import Ints
 
 
@@ -58,7 +59,7 @@ def order_back(situation: Situation) -> tuple[int, ...]:
     queued = dict.fromkeys((np.array(picture.queue, dtype=np.int64) // picture.group_size).tolist())
     running = [group for group in np.argsort(left, kind="stable").tolist() if left[group] > 0 and group not in queued]
     sizes = minibatch_sizes(picture.num_groups, situation.spec.num_minibatches)
-    coming = training.num_minibatches_done + (not training.is_at_boundary)
+    coming = training.num_minibatches_done + (not can_move(situation))
     if coming >= len(sizes) - 1:
         return (*running[::-1], *queued)
     needed = max(0, sum(sizes[: coming + 1]) - int((picture.unfinished_by_group == 0).sum()))

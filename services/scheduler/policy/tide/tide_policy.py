@@ -31,7 +31,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from services.scheduler.policy.situation import Alternative, Choice, Situation, Split
-from services.scheduler.policy.tide.cluster import can_train, fitting, gpus_there, unit_size
+from services.scheduler.policy.tide.cluster import (
+    can_move,
+    can_train,
+    fitting,
+    gpus_there,
+    num_idle_engines,
+    unit_size,
+)
 from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.prompt_order import order_back, short_between_long
@@ -66,7 +73,7 @@ class TidePolicy:
             memory = replace(memory, is_begun=memory.is_begun and assigned.trainer is not None)
         if not memory.is_begun:
             return self._before_training(situation, assigned, memory, there, is_as_planned=assigned is before)
-        return self._during_training(situation, assigned, memory, there)
+        return self._during_training(situation, assigned, memory, there, is_as_planned=assigned is before)
 
     def _opened(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
         lent = Split(len(there) // engine_size(situation.spec), 0, 0)
@@ -102,7 +109,8 @@ class TidePolicy:
         split = Split(0, situation.trainer.num_gpus, len(present.inference))
         split = fitting(situation, split, len(there), keeps_trainer=is_open)
         memory = TideMemory(is_begun=True, num_answered=_coming(situation), trained_on=trained_on)
-        return self._during_training(situation, seated(situation, split, present, there), memory, there)
+        seats = seated(situation, split, present, there)
+        return self._during_training(situation, seats, memory, there, is_as_planned=True)
 
     def _before_training(
         self,
@@ -148,13 +156,21 @@ class TidePolicy:
         return situation.now_ms - plan.made_at_ms <= self.rules.fresh_share * (plan.ends_at_ms - plan.made_at_ms)
 
     def _during_training(
-        self, situation: Situation, assigned: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
+        self,
+        situation: Situation,
+        assigned: Assignment,
+        memory: TideMemory,
+        there: tuple[GpuId, ...],
+        *,
+        is_as_planned: bool,
     ) -> Choice:
         training = situation.trainer.training
         coming = _coming(situation)
-        if memory.num_answered > coming or coming >= situation.spec.num_minibatches:
-            return _chosen(situation, assigned, memory, f"minibatch {coming} has its GPUs")
-        if not training.is_at_boundary:
+        if coming >= situation.spec.num_minibatches:
+            return _chosen(situation, assigned, memory, f"minibatch {coming - 1} is the last")
+        if memory.num_answered > coming:
+            return self._looked_again(situation, assigned, memory, there, is_as_planned=is_as_planned)
+        if not can_move(situation):
             if training.closes_at_ms is None:
                 return _chosen(situation, assigned, memory, f"minibatch {coming - 1} is open")
             lead_s = situation.costs.release_s + self.rules.lead_s
@@ -169,13 +185,44 @@ class TidePolicy:
         choice = self._moved(situation, assigned, memory, there, f"minibatch {coming} is next")
         return replace(choice, alternatives=weighed)
 
+    def _looked_again(
+        self,
+        situation: Situation,
+        assigned: Assignment,
+        memory: TideMemory,
+        there: tuple[GpuId, ...],
+        *,
+        is_as_planned: bool,
+    ) -> Choice:
+        """The choice for a minibatch that has its GPUs. Where gradients are carried and GPUs are idle, it gets others
+        if that pays."""
+        why = f"minibatch {_coming(situation)} has its GPUs"
+        is_moving = situation.trainer.placed != assigned.trainer
+        is_fixed = is_moving or not (situation.spec.carries_gradients and can_move(situation))
+        if is_fixed or not _has_idle_gpus(situation):
+            return _chosen(situation, assigned, memory, why)
+        if is_as_planned and self._is_fresh(situation, memory):
+            return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
+        has = Split(len(assigned.engines), situation.trainer.num_gpus, len(assigned.inference))
+        # The neighbours of the plan come first: a search is dear, and mostly nothing is to be moved.
+        for is_move in (False, True):
+            memory, weighed = self._planned(situation, assigned, memory, there, is_move=is_move)
+            split = _split_planned(situation, memory, len(there))
+            is_same = (split.num_trainer_gpus, split.num_inference_gpus) == (
+                has.num_trainer_gpus,
+                has.num_inference_gpus,
+            )
+            if is_same or _starts_in_s(situation, memory) > SOON_S:
+                return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
+        choice = self._moved(situation, assigned, memory, there, f"minibatch {_coming(situation)} goes on")
+        return replace(choice, alternatives=weighed)
+
     def _moved(
         self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...], why: str
     ) -> Choice:
         """The choice that carries out the plan's first stage."""
         assert memory.plan is not None, "only what is planned is carried out"
-        stage = memory.plan.stages[0]
-        split = fitting(situation, Split(0, stage.num_trainer_gpus, stage.num_inference_gpus), len(there))
+        split = _split_planned(situation, memory, len(there))
         assigned = seated(situation, split, before, there)
         memory = replace(
             memory,
@@ -257,6 +304,19 @@ def _repaired(situation: Situation, before: Assignment, memory: TideMemory, ther
 def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) -> Split:
     num_engines = max(1, (num_gpus - num_inference) // engine_size(situation.spec))
     return Split(num_engines, 0, min(num_inference, num_gpus - num_engines * engine_size(situation.spec)))
+
+
+def _has_idle_gpus(situation: Situation) -> bool:
+    return bool(situation.free or num_idle_engines(situation) or not situation.engines)
+
+
+def _split_planned(situation: Situation, memory: TideMemory, num_gpus: int) -> Split:
+    """The split of the plan's first stage. After the rollout the trainer has all GPUs but those of inference, as the
+    forecast reckons."""
+    assert memory.plan is not None, "asked once it is planned"
+    stage = memory.plan.stages[0]
+    num_trainer = stage.num_trainer_gpus if situation.num_unfinished else num_gpus - stage.num_inference_gpus
+    return fitting(situation, Split(0, num_trainer, stage.num_inference_gpus), num_gpus)
 
 
 def _is_due(situation: Situation, memory: TideMemory) -> bool:

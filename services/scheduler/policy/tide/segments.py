@@ -1,0 +1,90 @@
+"""The values that pass from one segment of a forecast to the next, one row a plan.
+
+Invariant: a plan is changed by its own segments alone. [test_foresight: the_same_alone_and_among_others]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.scheduler.state.observed import Floats
+
+
+@dataclass(frozen=True)
+class At:
+    """How far each plan is.
+
+    t, u, engines: by plan. `engines` have sequences.
+    scale: by plan, the running sequences over those of the outlook.
+    has_started, steps, ended_s: by plan and lot; `steps` from its start, or from now, to its end.
+    inferred_s: by plan and place in the order of the ends.
+    is_bad: by plan, whether it is doubted.
+    is_mid: by plan, whether the segment ended in a minibatch, of which `trained_tokens` are trained.
+    """
+
+    t: Floats
+    u: Floats
+    engines: Floats
+    scale: Floats
+    has_started: NDArray[np.bool_]
+    steps: Floats
+    ended_s: Floats
+    inferred_s: Floats
+    is_bad: NDArray[np.bool_]
+    trained_tokens: Floats
+    is_mid: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment, by plan.
+
+    rate: the trainer's tokens a second.
+    train_after_s, infer_after_s: seconds of switching before the trainer, or inference, works.
+    minibatch: the one that is trained; None: the segment ends after `train_after_s`.
+    fixed_s: seconds of a minibatch that no GPU makes shorter.
+    is_cut: the segment ends when the rollout is over, at the latest. A minibatch is not cut in its last lot.
+    """
+
+    engines: Floats
+    inference: Floats
+    rate: Floats
+    train_after_s: Floats
+    infer_after_s: Floats
+    minibatch: int | None
+    fixed_s: float
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """When a segment's minibatch ends, by plan; when its lots begin and how long they take, by plan and lot."""
+
+    end_s: Floats
+    begins_s: Floats
+    work_s: Floats
+
+    @property
+    def last_begins_s(self) -> Floats | float:
+        """-inf where no lot is left: the update alone cannot be cut."""
+        return self.begins_s[:, -1] if self.begins_s.shape[1] else -np.inf
+
+    def seconds_until(self, at_s: Floats) -> Floats:
+        """Seconds of work that are done at this time."""
+        seconds: Floats = np.clip(at_s[:, None] - self.begins_s, 0.0, self.work_s).sum(axis=1)
+        return seconds
+
+
+def merged(at: At, rest: At) -> At:
+    """`rest` for the plans that were in a minibatch, `at` for the others."""
+
+    def of(name: str) -> NDArray[np.generic]:
+        before, after = getattr(at, name), getattr(rest, name)
+        is_mid = at.is_mid.reshape(-1, *(1,) * (before.ndim - 1))
+        taken: NDArray[np.generic] = np.where(is_mid, after, before)
+        return taken
+
+    return At(**{each.name: of(each.name) for each in fields(At)})
