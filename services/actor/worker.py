@@ -166,7 +166,7 @@ class TrainerWorker:
                 num_members=len(slots),
                 copies=CopyTo(config.actor.copies),
                 precision=config.actor.precision,
-                carries=config.actor.num_logical_shards is None,
+                carries=config.actor.carries_gradients,
             ),
             device=world.device,
         )

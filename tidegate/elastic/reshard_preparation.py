@@ -204,8 +204,8 @@ class Preparation:
         transport = self._transport(sources, origins, read_on)
         # Only a transport that sends needs the source on the device.
         device = torch.device("cpu") if isinstance(transport, SharedMemory) else self._cache.world.device
-        own = {} if me not in origins else _on(device, sources.tensors(me, origins[me].slot))
-        own |= _on(device, self._carried.source_tensors())
+        tensors = {} if me not in origins else sources.tensors(me, origins[me].slot)
+        own = _on(device, {**tensors, **self._carried.source_tensors()})
         stand_ins = {rank: (parts[rank], _on(device, sources.tensors(rank, origins[rank].slot))) for rank in served}
         is_in_place = target.state is not None and target.state is location.state and origins[me].slot is None
         part = self._carried.in_part(part or Part(me, (), (), (), (), ()))

@@ -34,7 +34,7 @@ def standing_by(name: str, other: Mapping[str, object]) -> FakeWorld:
         claim = CLAIM.validate_json(payload)
         fields = {name: getattr(claim, name) for name in ("name", "source", "target", "portions")} | dict(other)
         whole = (Version(2, 7, None),)
-        return {2: CLAIM.dump_json(Claim(**fields, progress=NOTE.progress, versions=whole, notes={7: NOTE}))}  # type: ignore[arg-type]  # texts by name
+        return {2: CLAIM.dump_json(Claim(**fields, progress=NOTE.progress, versions=whole, notes={7: NOTE}))}
 
     return FakeWorld(1, answers)
 
