@@ -133,13 +133,8 @@ class StreamedUpdates:
                 return None
             begun.num_interruptions = self._ranks.num_interruptions
             lengths = [len(sample.prompt_tokens) + len(sample.response_tokens) for sample in samples]
-            is_complete = not is_last and state.assembly.is_filled_by_joining
             with state.picture.in_portion(
-                self._ranks.layout,
-                num_tokens=_num_tokens(samples),
-                lengths=lengths,
-                is_last=is_last,
-                rest=_lengths(state, state.assembly.joining) if is_complete else None,
+                self._ranks.layout, num_tokens=_num_tokens(samples), lengths=lengths, is_last=is_last
             ):
                 return await self._ranks.ask(call)
 

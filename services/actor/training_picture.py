@@ -40,7 +40,7 @@ class TrainingPicture:
     """Whether a portion of the open minibatch is under way or trained."""
     closes_at_ms: int | None = None
     """The earliest likely end of the update, by the wall clock, as the store's clock. None before a portion was
-    measured, and before all groups of the minibatch are there."""
+    measured, and before the last portion."""
     portion_ends_at_ms: int | None = None
     """The same of the portion under way. None between two portions, and before one was measured."""
     now_s: Callable[[], float] = time.monotonic
@@ -58,18 +58,9 @@ class TrainingPicture:
         )
 
     @contextmanager
-    def in_portion(
-        self,
-        layout: Layout,
-        *,
-        num_tokens: int,
-        lengths: Sequence[int],
-        is_last: bool,
-        rest: Sequence[int] | None = None,
-    ) -> Iterator[None]:
+    def in_portion(self, layout: Layout, *, num_tokens: int, lengths: Sequence[int], is_last: bool) -> Iterator[None]:
         """The context of a portion of `num_tokens` response tokens. The last one makes the update. `lengths`: the
-        tokens of each of its sequences, prompts included. `rest`: those of the sequences after it, where all groups of
-        the minibatch are there.
+        tokens of each of its sequences, prompts included.
 
         If it raises, the minibatch is dropped."""
         expected_s = self.rates.expected_s(layout, lengths, is_last=is_last)
@@ -77,11 +68,8 @@ class TrainingPicture:
             self.note_change()
         self.is_begun = True
         if expected_s is not None:
-            after_s = 0.0 if rest is None else self.rates.expected_s(layout, rest) or 0.0
-            now_s = time.time()
-            self.portion_ends_at_ms = round((now_s + EARLY * expected_s) * 1000)
-            is_told = is_last or rest is not None
-            self.closes_at_ms = round((now_s + EARLY * (expected_s + after_s)) * 1000) if is_told else None
+            self.portion_ends_at_ms = round((time.time() + EARLY * expected_s) * 1000)
+            self.closes_at_ms = self.portion_ends_at_ms if is_last else None
         started_s = self.now_s()
         try:
             yield

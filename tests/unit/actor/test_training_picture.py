@@ -74,19 +74,6 @@ async def test_the_end_of_a_portion_is_foretold_while_it_is_under_way() -> None:
     assert changes == [0.0, 5.0, 5.0, 15.0, 15.0], "a begin and an end each, of those that take long"
 
 
-async def test_the_end_of_an_update_is_foretold_once_all_its_groups_are_there() -> None:
-    clock = ManualClock()
-    picture = opened(clock)
-    with portion(picture, 10, is_last=False):
-        clock.now_s += 5.0
-    before_ms = time.time_ns() // 1_000_000
-    with picture.in_portion(Layout(), num_tokens=20, lengths=[20], is_last=False, rest=[60]):
-        painted = await picture.paint()
-        clock.now_s += 10.0
-    assert painted.portion_ends_at_ms - before_ms == pytest.approx(EARLY * 10_000, abs=1000)
-    assert painted.closes_at_ms - before_ms == pytest.approx(EARLY * 40_000, abs=1000)
-
-
 async def test_the_end_of_an_update_is_foretold_only_in_its_last_portion() -> None:
     clock = ManualClock()
     picture = opened(clock)
