@@ -1,4 +1,5 @@
-"""The trainer: groups with log-probabilities become minibatches, and its GPUs change between two optimizer steps.
+"""The trainer: groups with log-probabilities become minibatches. Its GPUs change between two optimizer steps, and where
+gradients are carried between two groups.
 
 Order at a boundary between two optimizer steps:
 1. The trainer reports the boundary. Moves that are requested at this instant count already.
@@ -6,13 +7,17 @@ Order at a boundary between two optimizer steps:
    run on them.
 3. The next minibatch starts, unless training is held.
 
+With carried gradients a waiting resize whose GPUs are free begins between two groups, too. While it waits for GPUs,
+the minibatch goes on. A resize to no GPUs waits for its end: without ranks nobody has the gradients.
+
 With `arrival` a minibatch takes groups in the order of their arrival, with `fixed` by their numbers. Its sequences are
 split over the data-parallel ranks as evenly as possible, and the rank with the most sequences sets its time.
 
 Invariants:
 - Each group is trained once, also after a death, which repeats only the uncommitted minibatch.
   [test_simulator: every_sequence_ends_once]
-- A minibatch is trained on one layout. [test_world: resized_between_two_optimizer_steps]
+- Without carried gradients a minibatch is trained on one layout. [test_world: resized_between_two_optimizer_steps]
+- With them it goes on in the new layout, and no group is trained again. [test_world: resized_between_two_groups]
 """
 
 from __future__ import annotations

@@ -29,7 +29,11 @@ FREE_MOVES = Costs(
 
 
 def workload(
-    turns: Sequence[Sequence[Turns]], *, order: MinibatchOrder = MinibatchOrder.ARRIVAL, streams: bool = True
+    turns: Sequence[Sequence[Turns]],
+    *,
+    order: MinibatchOrder = MinibatchOrder.ARRIVAL,
+    streams: bool = True,
+    carries: bool = False,
 ) -> Workload:
     """Two minibatches. A second turn begins a second after the first, with five more tokens from the environment."""
     lengths = Lengths(tuple(map(tuple, turns)), tuple(1.0 for _ in turns))
@@ -39,6 +43,7 @@ def workload(
         prompt_tokens=10,
         minibatch_order=order,
         streams=streams,
+        carries_gradients=carries,
         observation_tokens=5,
         environment_s=1.0,
     )

@@ -112,6 +112,29 @@ def test_the_trainer_is_resized_between_two_optimizer_steps_only() -> None:
     assert over.gpus.holder(CLUSTER[3]) is Holder.FREE
 
 
+def test_with_carried_gradients_the_trainer_is_resized_between_two_groups_and_trains_none_again() -> None:
+    over = world(workload(EIGHT_GROUPS, carries=True), actor=4)
+    kinds = []
+    for happening in over.happenings():
+        kinds.append(happening.what)
+        if happening.what is What.MINIBATCH_STARTED and len(over.trainer.gpus) == 4:
+            over.resize_trainer(CLUSTER[:2], Layout(dp=2))
+    assert kinds.index(What.TRAINER_RESIZED) < kinds.index(What.MINIBATCH_FINISHED)
+    assert sorted(over.trainer.trained) == list(range(8))
+
+
+def test_a_trainer_that_gives_up_all_gpus_ends_its_minibatch_first() -> None:
+    over = world(workload(EIGHT_GROUPS, carries=True), actor=4)
+    for happening in over.happenings():
+        if happening.what is What.MINIBATCH_STARTED and over.trainer.gpus:
+            over.resize_trainer((), None)
+        if happening.what is What.TRAINER_RESIZED and not over.trainer.gpus:
+            assert over.trainer.is_at_boundary
+            assert over.trainer.minibatch == 1
+            over.resize_trainer(CLUSTER[:4], Layout(dp=4))
+    assert over.trainer.minibatch == 2
+
+
 def test_training_on_hold_begins_at_the_end_of_the_hold() -> None:
     over = world(workload(EIGHT_GROUPS))
     over.hold_training(50.0)

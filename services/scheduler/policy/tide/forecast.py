@@ -2,8 +2,8 @@
 
 A plan says when the trainer gets its first GPUs and, for each remaining minibatch, how many GPUs train and infer during
 it; engines have the others. Between two optimizer updates no size changes. So an iteration is a few segments, one more
-where the last minibatch waits for the rollout. Where gradients are carried, a minibatch has two where the rollout ends in
-it: from then on the trainer has the engines' GPUs, if the rest is worth the move. In each segment:
+where the last minibatch waits for the rollout. Where gradients are carried, a minibatch has two where the rollout ends
+in it: from then on the trainer has the engines' GPUs, if the rest is worth the move. In each segment:
 
 1. Decoding. A step of n engines with b running sequences and K KV tokens takes
 
@@ -333,7 +333,7 @@ class Forecast:
         """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again."""
         is_left = at.inferred_s > at.t[:, None]
         gpus = segment.inference[:, None]
-        later = gpus + segment.engines[:, None] * self.cluster.engine_size
+        later = gpus + np.sign(gpus) * segment.engines[:, None] * self.cluster.engine_size
         rate = np.maximum(np.where(ended_s >= ended_s[:, -1:], later, gpus) * self.cluster.inference_rate, 1e-3)
         work = np.where(is_left, self.left.lots.tokens[order] / rate, 0.0)
         since = np.where(is_left, np.maximum(ended_s, (at.t + segment.infer_after_s)[:, None]), -np.inf)

@@ -10,13 +10,17 @@ An iteration:
    go, the plan is searched again, and the next minibatch's GPUs move.
 5. Before the last minibatch the trainer lends its GPUs to the engines where that pays. It starts once more when its
    start has come, at the latest when the rollout is over.
-6. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
+6. Where gradients are carried, a minibatch that has not got its last group is looked at again while GPUs are idle: free
+   ones, and engines without a sequence. Its GPUs change where that gains as much as any move must.
+7. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
 
 A death is answered at once, with the remaining GPUs. A GPU that comes back is used from the next move on.
 
 Invariants:
 - The trainer moves once a minibatch, and twice before one that waits. Deaths and the ends of rollout and inference add
-  moves. [test_tide_policy: while_a_minibatch_is_open]
+  moves, and so do idle GPUs where gradients are carried. [test_tide_policy: while_a_minibatch_is_open]
+  [test_tide_policy: an_open_minibatch_keeps_its_gpus]
+- A trainer with carried gradients keeps a rank. [test_tide_policy: carried_gradients_does_not_lend]
 - A trainer without GPUs has a start, and begins at the latest when no sequence is unfinished.
   [test_tide_policy: a_wait_lends_the_trainers]
 - Every choice is legal on the GPUs that are there; a lack of GPUs raises no error.
@@ -212,7 +216,8 @@ class TidePolicy:
                 has.num_trainer_gpus,
                 has.num_inference_gpus,
             )
-            if is_same or _starts_in_s(situation, memory) > SOON_S:
+            waits = memory.plan is not None and memory.plan.waits
+            if is_same or waits or _starts_in_s(situation, memory) > SOON_S:
                 return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
         choice = self._moved(situation, assigned, memory, there, f"minibatch {_coming(situation)} goes on")
         return replace(choice, alternatives=weighed)

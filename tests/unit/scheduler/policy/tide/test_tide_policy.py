@@ -11,7 +11,7 @@ from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.costs import Rates
-from services.scheduler.state.observed import TrainerRate, Training
+from services.scheduler.state.observed import ENDED, TrainerRate, Training
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.situations import after, generation, job, seen
@@ -365,3 +365,60 @@ def test_a_plan_needs_no_report_of_training() -> None:
     situation = opening()
     assert situation.trainer.training == Training(measured=RATES)
     assert memory_of(POLICY.choose(situation)).plan is not None
+
+
+def in_a_minibatch(*, num_idle: int, carries: bool = True, closes_at_ms: int | None = None) -> Situation:
+    """The last minibatch is open on four GPUs with most of its groups left. Of six engines `num_idle` are idle."""
+    spec = replace(SPEC, num_minibatches=2, carries_gradients=carries)
+    home = as_configured(SPEC)
+    assert home.trainer is not None
+    count = spec.num_prompts * spec.group_size
+    num_working = len(home.engines) - num_idle
+    places = (*(ENDED,) * (count - num_working), *range(num_working))
+    picture = generation(spec, home.engines, lengths=(4000,) * count, places=places)
+    situation = seen(
+        spec,
+        home,
+        picture=picture,
+        measured=(TrainerRate(home.trainer.layout, 20_000.0),),
+        num_done=1,
+        num_taken=17,
+        is_at_boundary=False,
+        now_ms=50_000,
+        remembered=Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=2)),
+    )
+    open_one = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
+    return replace(situation, trainer=replace(situation.trainer, training=open_one))
+
+
+def test_idle_gpus_come_to_an_open_minibatch_where_gradients_are_carried() -> None:
+    situation = in_a_minibatch(num_idle=4)
+    choice = POLICY.choose(situation)
+    assert choice.assignment.trainer is not None
+    assert len(choice.assignment.trainer.gpus) > 4
+    assert choice.trains
+    assert "goes on" in choice.reason
+    again = replace(situation, remembered=after(choice), now_ms=50_100)
+    assert POLICY.choose(again).assignment == choice.assignment, "it waits for the move that is under way"
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        in_a_minibatch(num_idle=4, carries=False),
+        in_a_minibatch(num_idle=4, closes_at_ms=60_000),
+        in_a_minibatch(num_idle=0),
+    ],
+    ids=["gradients are not carried", "the minibatch has its last group", "no GPU is idle"],
+)
+def test_an_open_minibatch_keeps_its_gpus_where(situation: Situation) -> None:
+    assert POLICY.choose(situation).assignment == as_configured(SPEC)
+
+
+def test_a_trainer_with_carried_gradients_does_not_lend_its_gpus() -> None:
+    situation = before_the_last(num_waiting=249, trainer_tokens_per_s=3000.0)
+    begun_one = replace(situation.trainer.training, is_at_boundary=False, num_taken=65)
+    trainer = replace(situation.trainer, training=begun_one)
+    carrying = replace(situation, spec=replace(situation.spec, carries_gradients=True), trainer=trainer)
+    assert POLICY.choose(carrying).assignment.trainer is not None
+    assert POLICY.choose(situation).assignment.trainer is None
