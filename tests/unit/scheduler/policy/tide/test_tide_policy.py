@@ -380,7 +380,7 @@ def in_a_minibatch(*, num_idle: int, carries: bool = True, closes_at_ms: int | N
         spec,
         home,
         picture=picture,
-        measured=(TrainerRate(home.trainer.layout, 20_000.0),),
+        measured=(TrainerRate(home.trainer.layout, 5_000.0),),
         num_done=1,
         num_taken=17,
         is_at_boundary=False,
