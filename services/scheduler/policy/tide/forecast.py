@@ -20,7 +20,7 @@ in it: from then on the trainer has the engines' GPUs, if the rest is worth the 
 
    The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
    when the last lot is ready.
-   Inference has the engines' GPUs for the lot that ends the rollout.
+   Where gradients are carried, inference has the engines' GPUs for the lot that ends the rollout.
 4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
    Engines that come get no sequence once the queue is empty.
 
@@ -333,7 +333,8 @@ class Forecast:
         """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again."""
         is_left = at.inferred_s > at.t[:, None]
         gpus = segment.inference[:, None]
-        later = gpus + np.sign(gpus) * segment.engines[:, None] * self.cluster.engine_size
+        size = self.cluster.engine_size if self.cluster.carries else 0
+        later = gpus + np.sign(gpus) * segment.engines[:, None] * size
         rate = np.maximum(np.where(ended_s >= ended_s[:, -1:], later, gpus) * self.cluster.inference_rate, 1e-3)
         work = np.where(is_left, self.left.lots.tokens[order] / rate, 0.0)
         since = np.where(is_left, np.maximum(ended_s, (at.t + segment.infer_after_s)[:, None]), -np.inf)
