@@ -6,6 +6,7 @@ Invariant: a plan is changed by its own segments alone. [test_foresight: the_sam
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +82,9 @@ class Trained:
 def merged(at: At, rest: At) -> At:
     """`rest` for the plans that were in a minibatch, `at` for the others."""
 
-    def of(name: str) -> NDArray[np.generic]:
+    def of(name: str) -> Any:
         before, after = getattr(at, name), getattr(rest, name)
         is_mid = at.is_mid.reshape(-1, *(1,) * (before.ndim - 1))
-        taken: NDArray[np.generic] = np.where(is_mid, after, before)
-        return taken
+        return np.where(is_mid, after, before)
 
     return At(**{each.name: of(each.name) for each in fields(At)})
