@@ -1081,7 +1081,7 @@ class Training(_message.Message):
     """How many of `Inferring.ready`, from its first, are in a minibatch. The open minibatch counts."""
     is_at_boundary: _builtins.bool
     closes_at_ms: _builtins.int
-    """The earliest likely end of the open minibatch. Known once its last group has been taken."""
+    """The earliest likely end of the open minibatch. Known while its last portion is under way."""
     update_s: _builtins.float
     """The lead's estimate of the part of a minibatch that more GPUs do not shorten; absent while it is only assumed."""
     portion_ends_at_ms: _builtins.int

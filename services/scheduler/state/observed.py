@@ -143,7 +143,7 @@ class Training:
     """The actor's picture.
 
     - `num_taken`: how many groups of `Inferring.ready` belong to a minibatch, the open one included.
-    - `closes_at_ms`: the earliest likely end of the open minibatch, known once the minibatch has its last group.
+    - `closes_at_ms`: the earliest likely end of the open minibatch, known while its last portion is under way.
     - `measured`: the rates by layout. The layout of the latest minibatch is the last.
     - `update_s`: the part of a minibatch's duration that does not depend on the number of GPUs. None: not measured yet.
     - `portion_ends_at_ms`: the earliest likely end of the portion under way. None between two portions, or not known.

@@ -119,19 +119,19 @@ class Member:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def prepare(
-        self, name: str, ranks: Sequence[int], *, portions: Sequence[wire.WorkerCall] = (), **layout: int
+        self, name: str, ranks: Sequence[int], portions: Sequence[wire.WorkerCall] = (), /, **layout: int
     ) -> wire.WorkerCall:
         request = wire.PrepareReshard(id=name, layout=encode_layout(Layout(**layout)), ranks=ranks)
         request.portions.extend(portion.accumulate for portion in portions)
         return wire.WorkerCall(prepare_reshard=request)
 
     def reshard(
-        self, name: str, ranks: Sequence[int], *, portions: Sequence[wire.WorkerCall] = (), **layout: int
+        self, name: str, ranks: Sequence[int], portions: Sequence[wire.WorkerCall] = (), /, **layout: int
     ) -> Any:
         """The report of the first phase, then the second phase. Both calls are made twice, as by a caller without an
         answer.
         """
-        report, again = (self.ask(self.prepare(name, ranks, portions=portions, **layout)) for _ in range(2))
+        report, again = (self.ask(self.prepare(name, ranks, portions, **layout)) for _ in range(2))
         assert report == again
         for _ in range(2):
             self.ask(wire.WorkerCall(commit_reshard=wire.CommitReshard(id=name)))
@@ -312,17 +312,17 @@ def carried_portions(context: RankContext, *, folder: str, memory: str) -> Resul
     first, second = (_portion(member.training(0), 4 * number, 4 * number + 4, num_before=number) for number in range(2))
     if member.me != 2:
         member.ask(first)
-    refusals = [member.refusal(member.prepare("others", [2, 0], portions=[first, second], pp=2))]
-    member.reshard("grow", [2, 0], portions=[first], pp=2)
+    refusals = [member.refusal(member.prepare("others", [2, 0], [first, second], pp=2))]
+    member.reshard("grow", [2, 0], [first], pp=2)
     if member.me != 1:
         member.ask(second)
-    member.reshard("move", [2], portions=[first, second])
+    member.reshard("move", [2], [first, second])
     losses = [math.nan, math.nan]
     if member.me == 2:
         losses[0] = member.ask(_rest(member.training(0), 8, num_portions=2)).loss
         member.ask(_portion(member.training(1), 0, 4, num_before=0))
     again = _portion(member.training(1), 0, 4, num_before=0)
-    member.ask(member.prepare("given up", [0, 1], portions=[again], dp=2))
+    member.ask(member.prepare("given up", [0, 1], [again], dp=2))
     member.ask(wire.WorkerCall(abort_reshard=wire.AbortReshard(id="given up")))
     if member.me == 2:
         losses[1] = member.ask(_rest(member.training(1), 4, num_portions=1)).loss
