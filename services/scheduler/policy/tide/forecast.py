@@ -59,8 +59,8 @@ spread within a group is 0.25."""
 LASTS = 1.5
 """The rollout takes this many times its forecast rest until the trainer gets its GPUs. With 1 the trainer may stay
 small, since all GPUs are soon to come, and then they come late: the longest responses are longer than forecast. The
-value matters little: on 21 iterations of `benchmarks.iteration` with other lengths, 1, 1.25, 1.5 and 2 ended after 33.5,
-33.1, 33.4 and 33.3 s in the mean."""
+value matters little: on 21 iterations of `benchmarks.iteration` with other lengths, 1, 1.25, 1.5 and 2 ended after
+33.5, 33.1, 33.4 and 33.3 s in the mean."""
 
 COUNTS = 512
 """Points of the table from ended sequences to u."""
