@@ -381,6 +381,20 @@ class TestOwnership:
         with pytest.raises(VersionConflict, match="is acquiring, not draining"):
             await store.advance(moving, GPUS[0], from_state=MoveState.DRAINING, to_state=MoveState.RELEASED)
 
+    async def test_several_gpus_take_a_step_together_or_not_at_all(self, store: CellStore) -> None:
+        planned = await store.plan(start_of_actor(GPUS[0], GPUS[1]))
+        await store.mark_lost(GPUS[1], Token(1, 0))
+        steps = {"from_state": MoveState.PLANNED, "to_state": MoveState.ACQUIRING}
+        with pytest.raises(GpuBusy, match=GPUS[1]):
+            await store.advance(planned, GPUS[0], GPUS[1], **steps)
+        assert await store.current_transitions(JOB) == (planned,)
+        assert (await store.gpus())[GPUS[0]].state is GpuState.FREE
+        await store.reclaim(GPUS[1], Token(1, 0))
+        await store.advance(planned, GPUS[0], **steps)
+        together = await store.advance(planned, GPUS[0], GPUS[1], **steps)
+        assert [move.granted_token for move in together.moves] == [Token(1, 1), Token(1, 1)]
+        assert {(await store.gpus())[gpu].owner for gpu in GPUS[:2]} == {ACTOR}
+
     async def test_a_grant_asked_for_by_many_at_once_is_one_token(self, world: World, store: CellStore) -> None:
         planned = await store.plan(start_of_actor(GPUS[0]))
         clients = [await attached(world) for _ in range(4)]

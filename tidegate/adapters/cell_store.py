@@ -152,14 +152,13 @@ class CellStore:
         return await self._write((*tables.transition_cells(transition), tables.state_cell(transition.job)), decide)
 
     async def advance(
-        self, transition: Transition, gpu: GpuId, *, from_state: MoveState, to_state: MoveState
+        self, transition: Transition, *gpus: GpuId, from_state: MoveState, to_state: MoveState
     ) -> Transition:
         term = self._attached().term
 
-        def step(stored: Transition, gpus: Mapping[GpuId, GpuRecord]) -> rules.Change:
-            return rules.advance(
-                stored, tables.known_gpu(gpus, gpu), from_state=from_state, to_state=to_state, term=term
-            )
+        def step(stored: Transition, records: Mapping[GpuId, GpuRecord]) -> rules.Change:
+            known = [tables.known_gpu(records, gpu) for gpu in gpus]
+            return rules.advance_all(stored, known, from_state=from_state, to_state=to_state, term=term)
 
         return await self._change_transition(transition, step)
 

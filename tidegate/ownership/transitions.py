@@ -21,7 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tidegate.ownership.records import (
@@ -105,6 +105,17 @@ def advance(stored: Transition, record: GpuRecord, *, from_state: MoveState, to_
             record = replace(record, state=GpuState.OWNED, owner=move.target, token=token)
             move = replace(move, granted_token=token)
     return Change(stored.with_move(replace(move, state=to_state)), (record,))
+
+
+def advance_all(
+    stored: Transition, records: Iterable[GpuRecord], *, from_state: MoveState, to_state: MoveState, term: int
+) -> Change:
+    """The same step of several GPUs. Raises as `advance`, for the first to which it is refused."""
+    change = Change(stored)
+    for record in records:
+        one = advance(change.transition, record, from_state=from_state, to_state=to_state, term=term)
+        change = Change(one.transition, (*change.gpus, *one.gpus))
+    return change
 
 
 def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layout: Layout | None) -> Change:

@@ -122,9 +122,10 @@ class Transitions(Protocol):
         ...
 
     async def advance(
-        self, transition: Transition, gpu: GpuId, *, from_state: MoveState, to_state: MoveState
+        self, transition: Transition, *gpus: GpuId, from_state: MoveState, to_state: MoveState
     ) -> Transition:
-        """One GPU's next step, up to `acquiring`, which hands it to the target under a new token of the store's term.
+        """The next step of these GPUs, up to `acquiring`, which hands them to the target under new tokens of the
+        store's term. All take it, or where it is refused to one of them, none.
 
         The call uses the job, id and GPUs of `transition`, reads the progress afresh and returns it.
 

@@ -12,7 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import structlog
@@ -37,6 +38,8 @@ from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 CALL_TIMEOUT_S = 10.0
 """Within the call a lead only takes the command. Its work comes after the call."""
 
+_REFUSED = (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError)
+
 SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
 """(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
 AskGate = Callable[[str, float], Awaitable[instance_pb2.GateReportResponse]]
@@ -51,6 +54,14 @@ class Issuer:
         self._ask_gate = ask_gate
         self._under_way: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("issuer")
+
+    async def issue_all(self, commands: Iterable[cmd.Command], state: ClusterState) -> None:
+        """Begin the commands, in order. The same step of several GPUs is one operation of the store."""
+        for _, alike in groupby(commands, key=_step_of):
+            first, *others = alike
+            if not (others and await self._all_advance([first, *others], state)):
+                for command in (first, *others):
+                    await self.issue(command, state)
 
     async def issue(self, command: cmd.Command, state: ClusterState) -> None:
         """Begin the command. A store operation is done when this returns."""
@@ -103,11 +114,26 @@ class Issuer:
     async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         try:
             await self._store_operation(command, state)
-        except (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError) as error:
+        except _REFUSED as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
         except StoreUnavailable as error:
             # The operation is issued again at its deadline, and the store takes every step once.
             self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
+
+    async def _all_advance(self, commands: Sequence[cmd.Command], state: ClusterState) -> bool:
+        """Whether the store took the step of all GPUs at once. Refused to one of them, it is refused to all."""
+        moves = [command for command in commands if isinstance(command, cmd.AdvanceMove)]
+        first = moves[0]
+        try:
+            await self._store.advance(
+                state.transitions[first.transition_id],
+                *(move.gpu for move in moves),
+                from_state=first.from_state,
+                to_state=first.to_state,
+            )
+        except (*_REFUSED, StoreUnavailable):
+            return False
+        return True
 
     async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         match command:
@@ -128,3 +154,10 @@ class Issuer:
                 await self._store.mark_lost(command.gpu, command.token)
             case cmd.Reclaim():
                 await self._store.reclaim(command.gpu, command.token)
+
+
+def _step_of(command: cmd.Command) -> tuple[object, ...]:
+    """Equal for the same step of several GPUs of one transition, and for no other commands."""
+    if isinstance(command, cmd.AdvanceMove):
+        return command.transition_id, command.from_state, command.to_state
+    return (id(command),)

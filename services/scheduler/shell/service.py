@@ -305,12 +305,10 @@ class SchedulerService:
             )
 
     async def _issue(self, state: ClusterState, decision: Decision) -> None:
-        self._pace = replace(self._pace, has_news=False)
-        for command in decision.commands:
-            await self._ports.issuer.issue(command, state)
-            if isinstance(command, cmd.StoreCommand | cmd.StopJob):
-                # The next turn must see the new records of the store, and act on the end of the job.
-                self._pace = replace(self._pace, has_news=True)
+        # The next turn must see the new records of the store, and act on the end of the job.
+        has_news = any(isinstance(command, cmd.StoreCommand | cmd.StopJob) for command in decision.commands)
+        self._pace = replace(self._pace, has_news=has_news)
+        await self._ports.issuer.issue_all(decision.commands, state)
 
     async def _adopt(self, state: ClusterState | None) -> None:
         """`state` names the instances whose gates can be asked."""

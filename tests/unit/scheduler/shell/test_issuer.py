@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from services.scheduler.decide.moving.steps import advance
 from services.scheduler.shell.issuer import Issuer
 from services.scheduler.shell.requests import Request
 from services.scheduler.state import commands as cmd
@@ -15,8 +19,9 @@ from tests.component_bench import JOB, NODES, PATIENCE_S, Changes
 from tests.unit.scheduler.shell.command_header import HEADER
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tidegate.codec import encode_grants
+from tidegate.ownership.records import GpuRecord, Move, MoveState, Owner, Part, PartKind, Transition
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.types import CommandId, GpuId, Grant, Token
+from tidegate.types import CommandId, GpuId, Grant, Layout, Role, Token, TransitionId
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 CLOSE = cmd.CloseIteration(HEADER, 1, last=False)
@@ -170,3 +175,36 @@ async def test_a_store_operation_that_lost_a_race_changes_nothing_and_is_no_erro
         ):
             await of.issuer.issue(void, of.state)
         assert await store.gpus() == before
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_same_step_of_several_gpus_is_refused_to_none_for_the_sake_of_another(
+    tmp_path: Path, is_lost: bool
+) -> None:
+    gpus = (GpuId("n0/0"), GpuId("n0/1"), GpuId("n0/2"))
+    async with issuing(tmp_path) as of:
+        store = await of.cluster.client()
+        await store.register(gpus)
+        planned = await store.plan(_start_on(gpus, await store.gpus()))
+        if is_lost:
+            await store.mark_lost(gpus[1], planned.moves[1].token)
+        state = replace(of.state, transitions={planned.id: planned})
+        steps = [advance(planned, move, MoveState.ACQUIRING) for move in planned.moves]
+        await of.issuer.issue_all([CLOSE, *steps], state)
+        (after,) = await store.current_transitions(JOB)
+        await of.until(lambda: of.peers.asked == [HEADER.endpoint])
+        want = [MoveState.ACQUIRING, MoveState.PLANNED if is_lost else MoveState.ACQUIRING, MoveState.ACQUIRING]
+        assert [move.state for move in after.moves] == want
+
+
+def _start_on(gpus: tuple[GpuId, ...], records: Mapping[GpuId, GpuRecord]) -> Transition:
+    return Transition(
+        id=TransitionId("t1"),
+        job=JOB,
+        incarnation=4,
+        moves=tuple(Move(gpu, None, Owner(JOB, Role.ACTOR), records[gpu].token) for gpu in gpus),
+        parts=(Part(Role.ACTOR, PartKind.START, None, Layout(dp=len(gpus))),),
+        planned_version=0,
+        deadline_unix_ms=1 << 60,
+        reason="the test asks",
+    )
