@@ -61,6 +61,10 @@ class GrpoMinibatch:
             self._packed[place] = self._pack(place)
         return self._packed[place]
 
+    def ran_at(self, place: ReplicaPlace) -> bool:
+        """Whether it ran here in these places. A carried portion ran elsewhere."""
+        return place in self._packed
+
     def _pack(self, place: ReplicaPlace) -> MicroBatchPlan:
         limits = self.settings.limits
         if place.num_shards is None or not self.bundle_sizes:

@@ -8,8 +8,8 @@ warm-up's steps.
 
 An update takes these steps:
 1. All ranks add up the gradients of the minibatch's portions, as its groups come (`portions`). A resize between two
-   portions carries these gradients into its layout. A death or a suspension drops them, and so does a resize in
-   reproducible mode: their tokens are counted, and the minibatch begins again.
+   portions carries these gradients into its layout. A death or a suspension drops them, and so does a resize that fails
+   or is in reproducible mode: their tokens are counted, and the minibatch begins again.
 2. With the last portion, all ranks commit the optimizer's update.
 3. The sample ledger, the journal and the learning-rate ledger record it, in this order.
 4. The lead publishes the events and acknowledges the groups.
@@ -110,6 +110,8 @@ class ActorLead(Lead):
         self._lr = ledger_of(config, None)
         self.rates = TrainingRates(config.assumptions.costs.update_s)
         self._updates = StreamedUpdates(self._ranks, self.job)
+        self._state: IterationState | None = None
+        """The open iteration's. None between two."""
         self._held_iteration: tuple[int, int] | None = None
         """The (incarnation, iteration) of which no further minibatch begins."""
         self._note_change: Callable[[], None] = lambda: None
@@ -167,7 +169,7 @@ class ActorLead(Lead):
             carries = self.job.config.actor.carries_gradients
             async with self._ranks.alone(to=resize.layout, carries=carries) as change:
                 num_dead = self._ranks.layout.num_ranks - len(resize.survivors)
-                portions = () if num_dead else self._updates.portions
+                portions = () if num_dead or self._state is None else self._updates.portions(self._state.begun)
                 resized = await self._two_phase.run(resize, self._ranks.layout, portions=portions)
                 self._ranks.switch(resize.layout)
                 change.interrupts = not resized.keeps_portions
@@ -269,10 +271,13 @@ class ActorLead(Lead):
         keeping = asyncio.create_task(
             keep_alive(state.held.values, ack_wait_s=self.job.config.runtime.ack_wait_s), name="keep-alive"
         )
+        self._state = state
         try:
             async with pictures.updates():
                 await self._train_all(state)
         finally:
+            self._state = None
+            self._ranks.end_reservation()
             keeping.cancel()
         num_never_filled = plan.num_minibatches - state.num_minibatches_taken
         self._advance_lr(without_update(self._lr, num_minibatches=num_never_filled))

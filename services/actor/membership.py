@@ -39,6 +39,8 @@ class ActorWorld:
         self._num_ids = 0
         self.epoch = 0
         self._members: frozenset[int] = frozenset()
+        self._met: set[int] = set()
+        """Those who have been in a world of the incarnation."""
         self._keepers: frozenset[int] = frozenset()
         self._log = structlog.get_logger("membership")
 
@@ -50,7 +52,7 @@ class ActorWorld:
     @property
     def joined(self) -> tuple[Grant, ...]:
         """Those of everyone that have been in a world of the incarnation. The others know nothing of the state."""
-        return tuple(grant for grant in self.everyone if grant.gpu in self._ids)
+        return tuple(grant for grant in self.everyone if self._ids.get(grant.gpu) in self._met)
 
     @property
     def is_whole(self) -> bool:
@@ -76,6 +78,7 @@ class ActorWorld:
         """Begin an incarnation. Stop the standbys: they are in the world of the one before."""
         await self._crew.stop(self._crew.standbys, transition="")
         self._ids.clear()
+        self._met.clear()
         self._num_ids = 0
         self._members = self._keepers = frozenset()
         self.epoch = incarnation * _EPOCHS_PER_INCARNATION
@@ -115,6 +118,7 @@ class ActorWorld:
             calls[grant] = wire.WorkerCall(join_world=joined)
         replies = await self._crew.ask_all(calls)
         self._members = frozenset(members)
+        self._met.update(members)
         measured = {grant: reply.started.memory_bytes for grant, reply in zip(order, replies, strict=True)}
         standing_by = {grant: size for grant, size in measured.items() if grant.stands_by}
         if await self._stop_over_budget(standing_by):

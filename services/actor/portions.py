@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.actor.minibatches import MinibatchAssembly
 from tidegate.megatron.batching import Limits
@@ -50,10 +51,12 @@ def next_portion(
         return None
     trained = [prompt for prompt in joining if prompt in lengths]
     bundles = bundles_of([lengths[prompt] for prompt in trained], limits)
-    totals = [sum(lengths[prompt]) for prompt in trained]
-    num_tokens = [sum(totals[: sum(bundles.sizes[:count])]) for count in range(len(bundles.sizes) + 1)]
+    tokens_by_groups = list(accumulate((sum(lengths[prompt]) for prompt in trained), initial=0))
+    tokens_by_bundles = [tokens_by_groups[groups] for groups in accumulate(bundles.sizes, initial=0)]
     counts = _counts(bundles, dp=dp, is_last=is_last)
-    sizes = bundles.sizes[: max((it for it in counts if num_tokens[it] <= most_tokens), default=min(counts, default=0))]
+    within = [count for count in counts if tokens_by_bundles[count] <= most_tokens]
+    # The least portion has its place in any case.
+    sizes = bundles.sizes[: max(within or counts[:1], default=0)]
     is_last = is_last and len(sizes) == len(bundles.sizes)
     if not is_last:
         if not sizes:
@@ -65,7 +68,7 @@ def next_portion(
 
 
 def _counts(bundles: Bundles, *, dp: int, is_last: bool) -> list[int]:
-    """The numbers of bundles that a portion may have."""
+    """The numbers of bundles that a portion may have, the least first."""
     num_bundles = len(bundles.sizes)
     if is_last:
         return [*range(dp, num_bundles - dp + 1, dp), num_bundles]

@@ -31,7 +31,8 @@ from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 PORTION_S = 2.0
-"""Where a resize carries gradients, a portion is cut to take no longer, as far as each rank has work."""
+"""Where a resize carries gradients, a portion is cut to take no longer, as far as each rank has work. That is about as
+long as two cold switches; shorter portions deal the work less evenly (record 0034)."""
 
 
 class StreamedUpdates:
@@ -39,7 +40,6 @@ class StreamedUpdates:
         self._ranks = ranks
         self._config = job.config
         self._carries = job.config.actor.carries_gradients
-        self._begun = BegunMinibatch()
         self._limits = limits_of(job.config.actor, job.model)
         self._reshard_s = job.config.assumptions.costs.reshard_s
 
@@ -83,17 +83,15 @@ class StreamedUpdates:
         anew_s = rates.expected_s(layout, [*begun, *rest])
         return here_s is not None and anew_s is not None and anew_s + self._reshard_s < here_s
 
-    @property
-    def portions(self) -> tuple[wire.Accumulate, ...]:
-        """The portions of the open minibatch that a resize now carries. None in reproducible mode."""
-        return () if not self._carries or self._are_lost(self._begun) else tuple(self._begun.portions)
+    def portions(self, begun: BegunMinibatch) -> tuple[wire.Accumulate, ...]:
+        """The portions that a resize now carries. None in reproducible mode."""
+        return () if not self._carries or self._are_lost(begun) else tuple(begun.portions)
 
     async def accumulate(self, portion: Portion, state: IterationState, *, update_id: str, lr_before: str) -> None:
         call = wire.Accumulate(update_id=update_id, bundle_sizes=portion.bundle_sizes)
         call.samples.extend(self.samples_of(state.trained_groups(portion.prompts)))
         call.num_before, call.lr_before = state.begun.num_portions, lr_before
         what = f"portion {call.num_before} of update {update_id}"
-        self._begun = state.begun
         if await self._ask(what, wire.WorkerCall(accumulate=call), call.samples, state, is_last=False) is not None:
             state.begun.portions.append(call)
             state.begun.num_tokens += _num_tokens(call.samples)
@@ -108,7 +106,7 @@ class StreamedUpdates:
         replies = await self._ask(f"update {lr.update_id}", call, train.samples, state, is_last=True)
         if replies is None:
             return None
-        self._begun = state.begun = BegunMinibatch()
+        state.begun = BegunMinibatch()
         reports = [reply.update for reply in replies]
         lr.check(reports)
         return update_report(reports)

@@ -206,8 +206,9 @@ def _core_attention(limits: Limits) -> type:
 
 
 def _filling(portions: Sequence[GrpoMinibatch], place: RankPlace) -> dict[str, float]:
-    """The micro-batches of one replica, and the share of padding in them, over all portions."""
-    fillings = [portion.packed(place.of_replicas).filling for portion in portions]
+    """The micro-batches of one replica, and the share of padding in them, over the portions of this layout."""
+    places = place.of_replicas
+    fillings = [portion.packed(places).filling for portion in portions if portion.ran_at(places)]
     num_batches = float(sum(filling.num_batches for filling in fillings))
     num_positions = float(sum(filling.num_positions for filling in fillings))
     num_padded = sum(filling.padding * filling.num_positions for filling in fillings)

@@ -1,4 +1,4 @@
-"""A resize of the actor between two updates, in two phases. One write in the store decides between them.
+"""A resize of the actor between two portions, in two phases. One write in the store decides between them.
 
 A resize changes the actor's GPUs or its layout, in these steps:
 1. The arriving members start, or standbys take their GPUs.
@@ -25,6 +25,8 @@ Invariants:
 - A rank that is late at the switch costs only an epoch. [test_two_phase_resize: late_at_the_switch]
 - A standby that is lost at the switch costs only an epoch.
   [test_two_phase_resize: standby_that_is_lost_as_the_others_switch]
+- Portions are kept only where one epoch lasts from their training to the end of the switch.
+  [test_streaming: into_another_epoch_drops] [test_streaming: goes_on_after_resizes]
 """
 
 from __future__ import annotations

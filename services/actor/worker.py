@@ -3,8 +3,8 @@
 The calls come in this order:
 1. All workers, standbys included, get JoinWorld.
 2. All workers get StartActor.
-3. The ranks of the layout get updates, publishes and saves. All workers get reshards: PrepareReshard, then
-   CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it. Between two minibatches
+3. The ranks of the layout get updates, publishes and saves. All workers get reshards, also between two portions:
+   PrepareReshard, then CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it. Between two minibatches
    all workers may get BuildAhead.
 
 A later JoinWorld begins another epoch. The next reshard brings the state into it; no update may come before that. Every
@@ -143,7 +143,9 @@ class TrainerWorker:
         with self._peers(f"epoch {joined.epoch}"):
             world = self._epochs.enter(joined, place)
             # A reshard that was prepared in an epoch ends with that epoch.
-            self._open = None
+            opened, self._open = self._open, None
+            if opened is not None and self._trainer is not None:
+                self._trainer.elastic.abort(opened.prepared)
             if self._trainer is not None:
                 self._trainer.elastic.rejoin(world)
                 detail = f"the state is of {self._trainer.elastic.progress.num_updates} updates"

@@ -95,8 +95,9 @@ class OpenUpdate:
             for name, gradient in self._skeleton.gradients().items():
                 carried.gradients[name].add_(gradient)
             carried.sums = tuple(map(sum, zip(carried.sums, sums, strict=True)))
-            self._skeleton.release_gradients()
             self._has_buffers = False
+        # A layout that was just switched to has buffers in which nothing is yet.
+        self._skeleton.release_gradients()
         return carried
 
     def drop(self) -> None:

@@ -406,6 +406,7 @@ class ElasticTrainer:
         any members, in this epoch or a later one.
         """
         assert self._location is not None
+        self.drop_portions()
         self._cache.make_room(self._location, self._location.mesh)
         if self._location.state is not None:
             self._location.state.rest()

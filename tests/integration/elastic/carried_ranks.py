@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.integration.elastic.refusal_ranks import FailingBuild
+from tests.integration.elastic.suspension_ranks import gradient_bytes, suspend
 from tests.integration.elastic.trainer_ranks import LEARNING_RATE, SEED, VOCAB, holds_state, logical_state, started
 from tests.ranks import RankContext, Results
 from tidegate.elastic.agreement import PortionsRefused
@@ -218,6 +219,40 @@ def dropped(context: RankContext, *, home: dict[str, Any], target: dict[str, Any
         walk.check()
         walk.update()
         return {"updates": np.array(walk.updates), "files": np.array(num_files(context))}
+
+
+def suspended(context: RankContext, *, home: dict[str, Any], target: dict[str, Any]) -> Results:
+    """Carried portions when the job is suspended, and the update of a whole minibatch after it."""
+    with walking(context, home) as walk:
+        walk.accumulate(1)
+        walk.carry(target)
+        suspend(walk.trainer)
+        walk.pending = []
+        walk.check()
+        num_kept = num_files(context)
+        walk.trainer.reshard(Layout(**home["layout"]))
+        walk.update()
+        return {"updates": np.array(walk.updates), "files": np.array(num_kept)}
+
+
+def buffers_in_reshards(context: RankContext, *, places: list[dict[str, Any]]) -> Results:
+    """The bytes of this member's gradient buffers during reshards with the same portion, one after the other."""
+    trainers: list[ElasticTrainer] = []
+    in_buffers: list[int] = []
+
+    def on_point(point: str) -> None:
+        if point == "transferring" and trainers and holds_state(trainers[0]):
+            in_buffers.append(gradient_bytes(trainers[0].state.skeleton))
+
+    first, *others = places
+    with walking(context, first, on_point=on_point) as walk:
+        walk.accumulate(1)
+        before = gradient_bytes(walk.trainer.state.skeleton) if holds_state(walk.trainer) else 0
+        trainers.append(walk.trainer)
+        for place in others:
+            walk.carry(place)
+        walk.update()
+        return {"before": np.array(before), "during": np.array(in_buffers), "updates": np.array(walk.updates)}
 
 
 def fixed(context: RankContext, *, place: dict[str, Any], first: int) -> Results:

@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.integration.elastic.trainer_ranks import LEARNING_RATE, logical_state, minibatch, same, started
 from tests.integration.elastic.world_ranks import join
@@ -38,7 +37,7 @@ def suspended_between(
         train(trainer)
         for place in others:
             training.append(_taken(trainer, context))
-            _suspend(trainer)
+            suspend(trainer)
             resting.append(_taken(trainer, context))
             refusals.append(_refusal(trainer))
             report = trainer.reshard(Layout(**place["layout"]), ranks=place.get("ranks"))
@@ -58,7 +57,7 @@ def suspended_between(
     return figures | {f"final/{key}": value for key, value in final.items()}
 
 
-def _suspend(trainer: ElasticTrainer) -> None:
+def suspend(trainer: ElasticTrainer) -> None:
     """Every member does the first phase before any does the second. No member measures before all have done it."""
     everyone = trainer.world.membership.members
     trainer.world.barrier(everyone)
@@ -76,15 +75,15 @@ def _taken(trainer: ElasticTrainer, context: RankContext) -> tuple[int, int, int
     if location.state is None:
         return 0, 0, in_files
     skeleton = location.state.skeleton
-    gradients = sum(buffer.untyped_storage().nbytes() for buffer in _gradient_buffers(skeleton))
+    gradients = gradient_bytes(skeleton)
     tensors = sum(tensor.untyped_storage().nbytes() for tensor in skeleton.tensors().values())
     return gradients, tensors, in_files
 
 
-def _gradient_buffers(skeleton: Any) -> list[torch.Tensor]:
-    return [
-        buffer.grad_data for chunk in skeleton.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
+def gradient_bytes(skeleton: Any) -> int:
+    """The memory of its gradient buffers."""
+    buffers = [buffer for chunk in skeleton.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
 
 def _refusal(trainer: ElasticTrainer) -> str:
@@ -109,7 +108,7 @@ def keeper_dies(context: RankContext, *, victim: int, shards: int, **options: An
     with started(context, Layout(dp=2), (1, 2), shards=shards, **options) as trainer:
         train(trainer)
         train(trainer)
-        _suspend(trainer)
+        suspend(trainer)
         if context.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         store = trainer.world.store
@@ -152,7 +151,7 @@ def one_cannot_keep(context: RankContext) -> Results:
         is_same = same(before, logical_state(trainer))
         trainer.train_minibatch(minibatch(1), LEARNING_RATE)
         before = logical_state(trainer)
-        _suspend(trainer)
+        suspend(trainer)
         trainer.reshard(Layout(dp=2))
         is_same = is_same and same(before, logical_state(trainer))
         trainer.world.barrier(trainer.world.membership.members)

@@ -170,3 +170,18 @@ def test_a_minibatch_whose_carried_portions_are_dropped_begins_anew(ranks: RankS
 
     assert updates_of(found).tolist() == updates_of(want).tolist()
     assert [int(of_rank["files"]) for of_rank in found] == [2, 2, 0, 0]
+
+
+def test_a_suspension_drops_carried_portions_and_their_memory(ranks: RankServer) -> None:
+    found = ranks.run(CARRIED + "suspended", NUM_RANKS, {"home": DP2, "target": TP2})
+    want = ranks.run(CARRIED + "fixed", NUM_RANKS, {"place": DP2, "first": 2})
+
+    np.testing.assert_allclose(updates_of(found), updates_of(want), rtol=1e-5)
+    assert [int(of_rank["files"]) for of_rank in found] == [1, 1, 0, 0]
+
+
+def test_the_buffers_of_gradients_have_no_memory_during_a_reshard(ranks: RankServer) -> None:
+    found = ranks.run(CARRIED + "buffers_in_reshards", NUM_RANKS, {"places": [DP2, TP2, DP2]})
+
+    assert [bool(of_rank["before"]) for of_rank in found] == [True, True, False, False]
+    assert [of_rank["during"].tolist() for of_rank in found] == [[0, 0], [0, 0], [], []]

@@ -175,7 +175,7 @@ class FakeRank:
         self.resharded.append(kind)
         if kind == "prepare_reshard":
             self.carried = list(call.prepare_reshard.portions)
-            assert not self.carried or self.portions in ([], self.carried), "its gradients are of other portions"
+            self._check_carried()
         self.portions = list(self.carried)
         self._changes.notify()
         match kind:
@@ -196,6 +196,12 @@ class FakeRank:
                 return replied(call, wire.Committed(in_epoch=self.is_in_epoch))
         self.prepared = None
         return replied(call)
+
+    def _check_carried(self) -> None:
+        """A rank that trained portions has their gradients, or they are lost. One that comes has none."""
+        has_trained = any(portion in self.accumulated for portion in self.carried)
+        if self.portions != self.carried and (self.portions or has_trained):
+            raise WorkerRefused(f"{self.grant.gpu} has {len(self.portions)} portions, not these {len(self.carried)}")
 
     def _accumulate(self, call: wire.WorkerCall) -> wire.WorkerReply:
         portion = call.accumulate

@@ -113,7 +113,7 @@ def test_the_trainer_is_resized_between_two_optimizer_steps_only() -> None:
 
 
 def test_with_carried_gradients_the_trainer_is_resized_between_two_groups_and_trains_none_again() -> None:
-    over = world(workload(EIGHT_GROUPS, carries=True), actor=4)
+    over, undisturbed = (world(workload(EIGHT_GROUPS, carries=True), actor=4) for _ in range(2))
     kinds = []
     for happening in over.happenings():
         kinds.append(happening.what)
@@ -121,6 +121,9 @@ def test_with_carried_gradients_the_trainer_is_resized_between_two_groups_and_tr
             over.resize_trainer(CLUSTER[:2], Layout(dp=2))
     assert kinds.index(What.TRAINER_RESIZED) < kinds.index(What.MINIBATCH_FINISHED)
     assert sorted(over.trainer.trained) == list(range(8))
+    for _ in undisturbed.happenings():
+        pass
+    assert over.trainer.num_begun == undisturbed.trainer.num_begun == 8
 
 
 def test_a_trainer_that_gives_up_all_gpus_ends_its_minibatch_first() -> None:

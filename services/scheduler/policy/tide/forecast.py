@@ -1,7 +1,7 @@
 """When the iteration ends under each of many plans, all computed at once: one row a plan, numpy along it.
 
 A plan says when the trainer gets its first GPUs and, for each remaining minibatch, how many GPUs train and infer during
-it; engines have the others. Between two optimizer updates no size changes. So an iteration is a few segments, one more
+it; engines have the others. So an iteration is a few segments in which no size changes: one a minibatch, and one more
 where the last minibatch waits for the rollout. Where gradients are carried, a minibatch has two where the rollout ends
 in it: from then on the trainer has the engines' GPUs, if the rest is worth the move. In each segment:
 

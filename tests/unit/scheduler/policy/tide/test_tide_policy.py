@@ -420,5 +420,6 @@ def test_a_trainer_with_carried_gradients_does_not_lend_its_gpus() -> None:
     begun_one = replace(situation.trainer.training, is_at_boundary=False, num_taken=65)
     trainer = replace(situation.trainer, training=begun_one)
     carrying = replace(situation, spec=replace(situation.spec, carries_gradients=True), trainer=trainer)
-    assert POLICY.choose(carrying).assignment.trainer is not None
-    assert POLICY.choose(situation).assignment.trainer is None
+    goes_on, lends = POLICY.choose(carrying), POLICY.choose(situation)
+    assert (goes_on.assignment.trainer is not None, goes_on.trains) == (True, True)
+    assert lends.assignment.trainer is None
