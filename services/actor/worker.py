@@ -4,8 +4,8 @@ The calls come in this order:
 1. All workers, standbys included, get JoinWorld.
 2. All workers get StartActor.
 3. The ranks of the layout get updates, publishes and saves. All workers get reshards, also between two portions:
-   PrepareReshard, then CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it. Between two minibatches
-   all workers may get BuildAhead.
+   PrepareReshard, then CommitReshard or AbortReshard. A suspension comes between them, and the next reshard ends it.
+   Between two minibatches all workers may get BuildAhead.
 
 A later JoinWorld begins another epoch. The next reshard brings the state into it; no update may come before that. Every
 rank of the layout gets the same call, with whole minibatches, and does its part. A file of a publish or a save gets its
