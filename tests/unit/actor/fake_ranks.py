@@ -200,7 +200,7 @@ class FakeRank:
     def _check_carried(self) -> None:
         """A rank that trained portions has their gradients, or they are lost. One that comes has none."""
         has_trained = any(portion in self.accumulated for portion in self.carried)
-        if self.portions != self.carried and (self.portions or has_trained):
+        if self.carried and self.portions != self.carried and (self.portions or has_trained):
             raise WorkerRefused(f"{self.grant.gpu} has {len(self.portions)} portions, not these {len(self.carried)}")
 
     def _accumulate(self, call: wire.WorkerCall) -> wire.WorkerReply:
