@@ -41,7 +41,7 @@ from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.pacing import Pace
 from services.scheduler.decide.turn import Turn, begin, checked, finish
 from services.scheduler.policy import Policy
-from services.scheduler.shell.codecs.state_codec import decode_state, encode_state, event_of
+from services.scheduler.shell.codecs.state_codec import StateEncoder, decode_state, event_of
 from services.scheduler.shell.issuer import Issuer
 from services.scheduler.shell.store_clock import StoreClock
 from services.scheduler.state import commands as cmd
@@ -100,6 +100,7 @@ class SchedulerService:
         self._stored: ClusterState | None = None
         """The state in the store, as far as this replica knows. Its own may have some figures more."""
         self._clock = StoreClock(ports.store)
+        self._encoder = StateEncoder()
         self._next_write_s = 0.0
         self._reason = ""
         self._chronicle = Chronicle()
@@ -280,7 +281,7 @@ class SchedulerService:
         if after != self._stored:
             checked(made.before, after)
             self._written = await self._ports.store.save(
-                self._job, encode_state(after), expected_write=self._written.write, version=after.version
+                self._job, self._encoder.encode(after), expected_write=self._written.write, version=after.version
             )
         self._state = self._stored = after
         self._next_write_s = asyncio.get_running_loop().time() + BEAT_S

@@ -12,7 +12,14 @@ import pytest
 from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.shell.codecs.plain import to_plain
-from services.scheduler.shell.codecs.state_codec import STATE_FORMAT, decode_state, encode_state, event_of, job_spec
+from services.scheduler.shell.codecs.state_codec import (
+    STATE_FORMAT,
+    StateEncoder,
+    decode_state,
+    encode_state,
+    event_of,
+    job_spec,
+)
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import Component, Down, Loaded, Suspended, Working
@@ -97,6 +104,12 @@ def test_every_state_of_a_job_reads_back_as_it_was_written(seen: list[ClusterSta
         encoded = encode_state(state)
         assert decode_state(encoded) == state
         assert encode_state(decode_state(encoded)) == encoded
+
+
+def test_the_bytes_do_not_depend_on_the_state_before(seen: list[ClusterState]) -> None:
+    encoder = StateEncoder()
+    for state in (*seen, *reversed(seen)):
+        assert encoder.encode(state) == encode_state(state)
 
 
 @pytest.mark.parametrize("case", [Down(), Suspended(), Suspended(AT_WORK.placed, 2), AT_WORK])
