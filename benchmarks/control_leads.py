@@ -32,6 +32,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
+from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.service import attach_when_adopted, connect_bus
 from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, Role, SampleId, instance_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, events_pb2, types_pb2
@@ -155,13 +156,11 @@ class Leads:
             await asyncio.gather(*beats)
         finally:
             for beat in beats:
-                beat.cancel()
-            await asyncio.gather(*beats, return_exceptions=True)
+                await end_task(beat)
 
     async def aclose(self) -> None:
         for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_task(task)
 
     async def scaled_up(self, role: Role, request: commands_pb2.ScaleUpRequest) -> None:
         is_start = role not in self._members
