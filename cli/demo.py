@@ -2,13 +2,11 @@
 
 1. `static`: each component keeps its slots. The job is called demo-static.
 2. `tide`: slots move between the components while an iteration runs. The job is called demo.
-3. `tide` again, in arrival order and not in reproducible mode, for the first iterations alone. The job is called
-   demo-arrival.
+3. `tide` again, in arrival order, for the first iterations alone. The job is called demo-arrival.
 
 The first two train on the same samples in the same order and end with the same weights, so only their time differs. In
-arrival order a minibatch takes the groups that are there, so slots wait less. No such run repeats bit for bit, so it
-needs no reproducible mode, and the trainer moves within a minibatch too. Its samples begin with those of the others and
-differ once the weights do. It is compared with the same iterations of the first two, which are in fixed
+arrival order a minibatch takes the groups that are there, so slots wait less. Its samples begin with those of the
+others and differ once the weights do. It is compared with the same iterations of the first two, which are in fixed
 order: no run shows what arrival order does for `static`. With `--policy` one job alone runs, called demo. Each fresh
 start replaces the one before.
 
@@ -16,8 +14,7 @@ Stdout gets the table of each run, the comparison, and as its last line the figu
 
 Invariants:
 - The first two runs differ in their policy and their name alone. [test_demo: differ_in_policy_and_name]
-- The third differs from the second in its order, its length and its mode besides.
-  [test_demo: third_differs_in_order_length_and_mode]
+- The third differs from the second in its order and its length besides. [test_demo: third_differs_in_order_and_length]
 - A resumed demo repeats no run that has finished. [test_demo: repeats_no_finished_run]
 - A run that does not finish ends the demo, with its exit code. [test_demo: ends_the_demo]
 """
@@ -69,11 +66,7 @@ COMPARED = (
     Planned(
         "demo-arrival",
         "tide",
-        (
-            "algorithm.minibatch_order=arrival",
-            "actor.num_logical_shards=null",
-            f"algorithm.iterations={ARRIVAL_ITERATIONS}",
-        ),
+        ("algorithm.minibatch_order=arrival", f"algorithm.iterations={ARRIVAL_ITERATIONS}"),
     ),
 )
 """The runs in their order."""
