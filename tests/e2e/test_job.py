@@ -86,6 +86,7 @@ async def test_slots_that_share_a_device_change_neither_samples_nor_weights(
     assert _repeatable(shared) == _repeatable(undisturbed["result"])
 
 
+@pytest.mark.long
 async def test_the_loss_of_every_lead_in_one_job_changes_neither_samples_nor_weights(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: 
     assert {event.incarnation for event in job.events if event.incarnation} == {1}
 
 
+@pytest.mark.long
 async def test_a_job_that_starts_in_context_parallelism_is_scaled_by_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,11 +115,13 @@ def test_a_reshard_without_portions_takes_no_memory_for_gradients(run: Run) -> N
         assert run(WALKS[name])[0]["files"].tolist() == [4, 2, 2], name
 
 
+@pytest.mark.long
 def test_carrying_many_times_leaks_nothing(ranks: RankServer) -> None:
     for of_rank in ranks.run(CARRIED + "carrying_often", NUM_RANKS, {"places": [DP2, TP2]}):
         assert of_rank["early"].tolist() == of_rank["late"].tolist()
 
 
+@pytest.mark.long
 def test_with_dropout_the_numbers_do_not_depend_on_what_was_built(run: Run) -> None:
     places = WALKS["two reshards with portions between"]
     fresh, visited = run(places, dropping_out=True), run(places, dropping_out=True, visited=True)
