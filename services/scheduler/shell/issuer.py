@@ -57,10 +57,11 @@ class Issuer:
 
     async def issue_all(self, commands: Iterable[cmd.Command], state: ClusterState) -> None:
         """Begin the commands, in order. The same step of several GPUs is one operation of the store."""
-        for _, alike in groupby(commands, key=_step_of):
-            first, *others = alike
-            if not (others and await self._all_advance([first, *others], state)):
-                for command in (first, *others):
+        for _, group in groupby(commands, key=_step_of):
+            alike = list(group)
+            moves = [command for command in alike if isinstance(command, cmd.AdvanceMove)]
+            if len(moves) < 2 or await self._is_refused_to_all(moves, state):
+                for command in alike:
                     await self.issue(command, state)
 
     async def issue(self, command: cmd.Command, state: ClusterState) -> None:
@@ -117,35 +118,37 @@ class Issuer:
         except _REFUSED as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
         except StoreUnavailable as error:
-            # The operation is issued again at its deadline, and the store takes every step once.
-            self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
+            self._warn_of_silence(command, error)
 
-    async def _all_advance(self, commands: Sequence[cmd.Command], state: ClusterState) -> bool:
-        """Whether the store took the step of all GPUs at once. Refused to one of them, it is refused to all."""
-        moves = [command for command in commands if isinstance(command, cmd.AdvanceMove)]
-        first = moves[0]
+    async def _is_refused_to_all(self, moves: Sequence[cmd.AdvanceMove], state: ClusterState) -> bool:
+        """Take the step of these GPUs at once. What is refused to one of them is refused to all."""
         try:
-            await self._store.advance(
-                state.transitions[first.transition_id],
-                *(move.gpu for move in moves),
-                from_state=first.from_state,
-                to_state=first.to_state,
-            )
-        except (*_REFUSED, StoreUnavailable):
-            return False
-        return True
+            await self._advance(moves, state)
+        except _REFUSED:
+            return True
+        except StoreUnavailable as error:
+            self._warn_of_silence(moves[0], error)
+        return False
+
+    def _warn_of_silence(self, command: cmd.StoreCommand, error: StoreUnavailable) -> None:
+        # The operation is issued again at its deadline, and the store takes every step once.
+        self._log.warning("no answer from the store", command=cmd.command_id(command), error=str(error))
+
+    async def _advance(self, moves: Sequence[cmd.AdvanceMove], state: ClusterState) -> None:
+        first, *_ = moves
+        await self._store.advance(
+            state.transitions[first.transition_id],
+            *(move.gpu for move in moves),
+            from_state=first.from_state,
+            to_state=first.to_state,
+        )
 
     async def _store_operation(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         match command:
             case cmd.PlanTransition():
                 await self._store.plan(command.transition)
             case cmd.AdvanceMove():
-                await self._store.advance(
-                    state.transitions[command.transition_id],
-                    command.gpu,
-                    from_state=command.from_state,
-                    to_state=command.to_state,
-                )
+                await self._advance([command], state)
             case cmd.CommitPart():
                 await self._store.commit(state.transitions[command.transition_id], command.role, command.layout)
             case cmd.CloseTransition():
