@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.actor.grpo import GrpoSettings
+from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from tidegate.config.sections.job import ActorSection
 from tidegate.elastic.settings import CopyTo
+from tidegate.job import Job
 from tidegate.megatron.batching import BatchLimits, Limits
 from tidegate.megatron.packing import Oversize, Packing, TokenCap
 from tidegate.model_config import ModelConfig
@@ -46,4 +47,36 @@ def limits_of(actor: ActorSection, model: ModelConfig) -> Limits:
         return BatchLimits(max_sequences=actor.micro_batch_size)
     return TokenCap.of_model(
         model, actor.max_tokens_per_microbatch, Oversize(actor.oversize_samples), Packing(actor.packing)
+    )
+
+
+def settings_of(job: Job) -> TrainerSettings:
+    """The settings that a job's config says."""
+    algorithm, actor = job.config.algorithm, job.config.actor
+    return TrainerSettings(
+        model=job.model,
+        padded_vocab=job.padded_vocab,
+        seed=job.config.seed,
+        temperature=algorithm.temperature,
+        limits=limits_of(actor, job.model),
+        grpo=GrpoSettings(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            kl_coefficient=algorithm.kl_coefficient,
+            aggregation=Aggregation(algorithm.loss_aggregation),
+            old_log_probs=OldLogProbs(algorithm.old_logprobs),
+            importance_cap=algorithm.importance_cap,
+            max_new_tokens=algorithm.max_new_tokens,
+        ),
+        copies=CopyTo(actor.copies),
+        num_logical_shards=actor.num_logical_shards,
+        precision=actor.precision,
+        recompute=actor.recompute,
+        optimizer=OptimizerSettings(
+            weight_decay=actor.weight_decay,
+            adam_beta1=actor.adam_beta1,
+            adam_beta2=actor.adam_beta2,
+            adam_epsilon=actor.adam_epsilon,
+            clip_grad=actor.clip_grad,
+        ),
     )

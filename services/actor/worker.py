@@ -33,11 +33,10 @@ import psutil
 from services.actor import arena_folder
 from services.actor.checkpoints import CheckpointError, files_of
 from services.actor.epochs import Epochs
-from services.actor.grpo import Aggregation, GrpoSettings, OldLogProbs
 from services.actor.grpo_minibatch import GrpoMinibatch
 from services.actor.keeper import Keeper
 from services.actor.microbatch import Demonstration, TrainSample
-from services.actor.settings import OptimizerSettings, TrainerSettings, limits_of
+from services.actor.settings import settings_of
 from services.actor.trainer import MegatronTrainer
 from services.actor.weights import WEIGHTS_REFUSED, export_weights, initial_weights
 from tidegate.checksums import WrittenFile
@@ -173,7 +172,7 @@ class TrainerWorker:
             device=world.device,
         )
         self._trainer = MegatronTrainer(
-            _settings(job),
+            settings_of(job),
             world,
             shared_memory=choice.folder,
             host_memory=choice.host_memory,
@@ -461,37 +460,6 @@ def _encode_report(report: ReshardReport) -> types_pb2.ReshardReport:
         num_updates=report.num_updates,
         seconds=report.seconds,
         was_built=report.was_built,
-    )
-
-
-def _settings(job: Job) -> TrainerSettings:
-    algorithm, actor = job.config.algorithm, job.config.actor
-    return TrainerSettings(
-        model=job.model,
-        padded_vocab=job.padded_vocab,
-        seed=job.config.seed,
-        temperature=algorithm.temperature,
-        limits=limits_of(actor, job.model),
-        grpo=GrpoSettings(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl_coefficient=algorithm.kl_coefficient,
-            aggregation=Aggregation(algorithm.loss_aggregation),
-            old_log_probs=OldLogProbs(algorithm.old_logprobs),
-            importance_cap=algorithm.importance_cap,
-            max_new_tokens=algorithm.max_new_tokens,
-        ),
-        copies=CopyTo(actor.copies),
-        num_logical_shards=actor.num_logical_shards,
-        precision=actor.precision,
-        recompute=actor.recompute,
-        optimizer=OptimizerSettings(
-            weight_decay=actor.weight_decay,
-            adam_beta1=actor.adam_beta1,
-            adam_beta2=actor.adam_beta2,
-            adam_epsilon=actor.adam_epsilon,
-            clip_grad=actor.clip_grad,
-        ),
     )
 
 
