@@ -61,8 +61,6 @@ class Trainer:
         """The groups in committed minibatches, in the order of training."""
         self.trained_in: list[Layout] = []
         """The layouts with a measured rate: after the first group if it streams, else after the first minibatch."""
-        self.num_begun = 0
-        """The groups whose training began, those included that a death has made begin again."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
@@ -233,7 +231,6 @@ class Trainer:
         assert self.layout is not None, "a trainer with GPUs has a layout"
         if not self.taken:
             self._shared.report(What.MINIBATCH_STARTED, self.minibatch)
-        self.num_begun += 1
         group, num_tokens = self.ready.pop(at)
         self.taken.append((group, num_tokens))
         size = self._workload.minibatch_sizes[self.minibatch]
