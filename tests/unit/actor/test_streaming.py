@@ -44,6 +44,15 @@ async def until_accumulated(of: Training, count: int) -> None:
     await of.bench.changes.until(have_all)
 
 
+async def begun(of: Training) -> ResizeBench:
+    """Start the actor on two slots, with an open iteration whose first portion is there."""
+    at = ResizeBench(of)
+    await at.start()
+    of.take(of.bench.open_iteration())
+    await of.scored([0, 1])
+    return at
+
+
 def portions(of: Training, gpu: str = FIRST) -> list[tuple[int, list[int]]]:
     """The number before and the prompts of each portion before the last of an update."""
     return [
@@ -197,10 +206,7 @@ async def test_a_hold_ends_with_its_iteration(tmp_path: Path) -> None:
 
 async def test_a_minibatch_goes_on_after_resizes_with_what_is_trained(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=STANDBY, algorithm={"prompts_per_iteration": 16, "n_minibatches": 2}) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
         await at.committed()
@@ -223,10 +229,7 @@ async def test_a_minibatch_goes_on_after_resizes_with_what_is_trained(tmp_path: 
 
 async def test_a_resize_comes_before_the_portions_whose_groups_are_there(tmp_path: Path) -> None:
     async with streaming(tmp_path, num_permits=0, actor=STANDBY) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_asked(at, 1)
         name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
         await of.scored(range(2, 8))
@@ -245,10 +248,7 @@ async def test_a_resize_comes_before_the_portions_whose_groups_are_there(tmp_pat
 
 async def test_a_resize_into_another_epoch_drops_the_portions(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=STANDBY) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         # Nobody stands by on the spare slot any more, so a new member joins the world.
         of.bench.instances[node_of(SPARE)].kill(SPARE)
@@ -263,10 +263,7 @@ async def test_a_resize_into_another_epoch_drops_the_portions(tmp_path: Path) ->
 
 async def test_a_reproducible_minibatch_begins_again_after_a_resize_and_its_tokens_are_counted(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=REPRODUCIBLE) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         await at.ask([SECOND], Layout())
         await at.committed()
@@ -286,10 +283,7 @@ async def test_a_reproducible_minibatch_begins_again_after_a_resize_and_its_toke
 
 async def test_a_reproducible_resize_does_not_wait_for_groups_that_are_still_to_come(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=REPRODUCIBLE) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         hold(of, holds=True)
         await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
@@ -307,10 +301,7 @@ async def test_a_reproducible_resize_does_not_wait_for_groups_that_are_still_to_
 
 async def test_a_reproducible_resize_waits_for_a_minibatch_whose_groups_are_all_there(tmp_path: Path) -> None:
     async with streaming(tmp_path, num_permits=0, actor=REPRODUCIBLE) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_asked(at, 1)
         name = await at.ask([FIRST, SECOND, SPARE], Layout(dp=3))
         # The rest comes while the first portion is trained.
@@ -332,10 +323,7 @@ async def test_a_reproducible_resize_waits_for_a_minibatch_whose_groups_are_all_
 async def test_a_minibatch_begins_again_at_once_where_its_rest_takes_longer(tmp_path: Path) -> None:
     sizes = {"prompts_per_iteration": 16, "n_minibatches": 2}
     async with streaming(tmp_path, num_permits=0, actor=REPRODUCIBLE, algorithm=sizes) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_asked(at, 1)
         for _ in range(2):
             of.take().rates.note(Layout(), num_tokens=1, load=1, seconds=1000.0, is_last=False)
@@ -354,10 +342,7 @@ async def test_a_minibatch_begins_again_at_once_where_its_rest_takes_longer(tmp_
 
 async def test_a_resize_that_fails_drops_the_portions_too(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=STANDBY) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         of.ranks.of[SECOND].refuses = "prepare_reshard"
         await at.ask([FIRST], Layout())
@@ -372,10 +357,7 @@ async def test_a_resize_that_fails_drops_the_portions_too(tmp_path: Path) -> Non
 
 async def test_a_minibatch_begins_again_after_a_death_in_a_portion(tmp_path: Path) -> None:
     async with streaming(tmp_path, actor=STANDBY, algorithm={"prompts_per_iteration": 12, "n_minibatches": 2}) as of:
-        at = ResizeBench(of)
-        await at.start()
-        of.take(of.bench.open_iteration())
-        await of.scored([0, 1])
+        at = await begun(of)
         await until_accumulated(of, 1)
         of.ranks.of[SECOND].stays_in = "accumulate"
         await of.scored([2, 3])

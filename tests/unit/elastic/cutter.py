@@ -23,7 +23,7 @@ Tensors = dict[tuple[str, StateKind], Array]
 World = dict[int, Tensors]
 PADDING = -1
 KINDS = tuple(kind for kind in StateKind if kind is not StateKind.GRADIENT)
-"""Of the state that every reshard moves."""
+"""The kinds of the state that every reshard moves."""
 
 
 def whole_tensors(parameters: Sequence[Parameter]) -> Tensors:

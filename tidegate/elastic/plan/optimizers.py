@@ -25,7 +25,10 @@ class StateKind(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     STEP = "step"
     GRADIENT = "gradient"
-    """Of portions whose update is not made yet. It has the ranges of the moments, and no optimizer keeps it."""
+    """The gradient of portions whose update is not made yet.
+
+    It has the ranges of the moments, and no optimizer keeps it.
+    """
 
 
 class OptimizerRefused(ValueError):

@@ -33,7 +33,7 @@ class CarriedGradients:
     arena: Arena
     gradients: Gradients
     sums: tuple[float, ...] = ()
-    """Of all ranks on which the portions ran. The same on each rank that has carried gradients."""
+    """The sums over all ranks on which the portions ran. Each rank that has carried gradients has the same."""
 
     def tensors(self) -> Tensors:
         return {(name, StateKind.GRADIENT): tensor for name, tensor in self.gradients.items()}

@@ -207,15 +207,12 @@ class TidePolicy:
             return _chosen(situation, assigned, memory, why)
         if is_as_planned and self._is_fresh(situation, memory):
             return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
-        has = Split(len(assigned.engines), situation.trainer.num_gpus, len(assigned.inference))
+        has = situation.trainer.num_gpus, len(assigned.inference)
         # The neighbours of the plan come first: a search is dear, and mostly nothing is to be moved.
         for is_move in (False, True):
             memory, weighed = self._planned(situation, assigned, memory, there, is_move=is_move)
             split = _split_planned(situation, memory, len(there))
-            is_same = (split.num_trainer_gpus, split.num_inference_gpus) == (
-                has.num_trainer_gpus,
-                has.num_inference_gpus,
-            )
+            is_same = (split.num_trainer_gpus, split.num_inference_gpus) == has
             waits = memory.plan is not None and memory.plan.waits
             if is_same or waits or _starts_in_s(situation, memory) > SOON_S:
                 return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
