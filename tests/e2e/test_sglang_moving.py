@@ -82,6 +82,6 @@ async def test_a_job_whose_sglang_engines_move_trains_every_sample_once(
         assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, want.total())
         assert {event.incarnation for event in job.events if event.incarnation} == {1}
         assert moved(job), "some GPU worked for two components"
-        assert any(move.role is Role.ROLLOUT for move in moves_of(job.folder).moves)
+        assert any(move.role == Role.ROLLOUT for move in moves_of(job.folder).moves)
         elsewhere = set(job.config.slots(Role.ROLLOUT)) - set(job.config.placement(Role.ROLLOUT))
         assert any((job.folder.engine(gpu) / "sglang.log").exists() for gpu in elsewhere), "a server stood by"
