@@ -26,10 +26,11 @@ from simulator.happenings import Happening, What
 from simulator.iteration import SimulatedIteration
 from simulator.leads import ActorMoves, InferenceMoves, Lead, Moves, RolloutMoves, are_free
 from simulator.situations import inferring
-from simulator.store import REFUSED, Store
+from simulator.store import Store
 from simulator.voice import Voice, fate
 from simulator.world import World
 from tidegate.ownership.records import Outcome, PartKind
+from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, JobId, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 JOB = JobId("simulated")
@@ -130,7 +131,7 @@ class Cluster:
             elif isinstance(command, cmd.StoreCommand):
                 try:
                     self.store.operate(command)
-                except REFUSED as refused:
+                except REFUSALS as refused:
                     self.voice.answer(command.id, accepted=False, message=str(refused))
                 if isinstance(command, cmd.CloseTransition) and command.outcome is Outcome.ABORTED:
                     self._abandon(command.transition_id)

@@ -26,10 +26,11 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from services.scheduler.state.remembered import Remembered
 from simulator.outcome import PolicyDecision
-from simulator.store import REFUSED, TERM, Store
+from simulator.store import TERM, Store
 from simulator.watched_policy import WatchedPolicy
 from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.ownership.records import PartKind
+from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import JobId, Role
 
 MAX_TURNS = 10_000
@@ -160,13 +161,13 @@ class _Replay:
     def _operate_commit(self, transition: str, role: Role, body: ev.LayoutCommitted) -> None:
         try:
             self._store.commit(transition, role, body.layout)
-        except REFUSED:
+        except REFUSALS:
             # The recorded store had another history. The commands after this event show the difference.
             return
 
     def _operate(self, command: cmd.StoreCommand) -> None:
         try:
             self._store.operate(command)
-        except REFUSED:
+        except REFUSALS:
             # A real store refused this command too: the record has the answer to it.
             return

@@ -14,21 +14,16 @@ from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from tidegate.ownership import transitions
 from tidegate.ownership.records import (
-    GpuBusy,
     GpuRecord,
     GpuState,
-    IllegalStep,
     Part,
-    StaleToken,
     Transition,
+    UnknownTransition,
     VersionConflict,
 )
 from tidegate.types import GpuId, Layout, Role, Token, TransitionId
 
 TERM = 1
-
-REFUSED = (GpuBusy, IllegalStep, StaleToken, VersionConflict)
-"""The store's answers to a step that the records do not allow."""
 
 
 class Store:
@@ -70,26 +65,31 @@ class Store:
         return self.records[TransitionId(transition)].part(role)
 
     def operate(self, command: cmd.StoreCommand) -> None:
-        """REFUSED where the records do not allow it."""
+        """One of `REFUSALS` where the records do not allow it."""
         match command:
             case cmd.PlanTransition():
                 self._plan(command.transition)
             case cmd.AdvanceMove():
-                stored, record = self.records[command.transition_id], self.gpus[command.gpu]
+                stored, record = self._stored(command.transition_id), self.gpus[command.gpu]
                 states = {"from_state": command.from_state, "to_state": command.to_state}
                 self._keep(transitions.advance(stored, record, term=self.term, **states))
             case cmd.CommitPart():
                 self.commit(command.transition_id, command.role, command.layout)
             case cmd.CloseTransition():
-                self._keep(transitions.close(self.records[command.transition_id], self.gpus, command.outcome))
+                self._keep(transitions.close(self._stored(command.transition_id), self.gpus, command.outcome))
             case cmd.MarkLost():
                 self._put(transitions.mark_lost(self.gpus[command.gpu], command.token))
             case cmd.Reclaim():
                 self._put(transitions.reclaim(self.gpus[command.gpu], command.token))
 
     def commit(self, transition: str, role: Role, layout: Layout | None) -> None:
-        """REFUSED where the records do not allow it."""
-        self._keep(transitions.commit(self.records[TransitionId(transition)], self.gpus, role, layout))
+        """One of `REFUSALS` where the records do not allow it."""
+        self._keep(transitions.commit(self._stored(transition), self.gpus, role, layout))
+
+    def _stored(self, transition: str) -> Transition:
+        if (stored := self.records.get(TransitionId(transition))) is None:
+            raise UnknownTransition(f"there is no transition {transition}")
+        return stored
 
     def _plan(self, planned: Transition) -> None:
         known = self.records.get(planned.id)

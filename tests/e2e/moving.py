@@ -64,9 +64,10 @@ def moving_job(policy: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Moment:
-    """A state of a GPU that a component's transition moves. `change`: start, stop, suspend, resume or resize.
+    """A state of a GPU that a component's transition moves, or the transition's outcome.
 
-    `iteration`: the first iteration that counts."""
+    `change`: start, stop, suspend, resume or resize. `iteration`: the first iteration that counts.
+    """
 
     role: Role
     change: str
@@ -78,7 +79,7 @@ class Moment:
 
 
 async def reached(job: RunningJob, moment: Moment) -> Move:
-    """The first transition in which some GPU has been seen in this state. AssertionError when the job ends without."""
+    """The first transition that is there. AssertionError when the job ends without."""
     found: list[Move] = []
 
     def holds() -> bool:
@@ -91,7 +92,7 @@ async def reached(job: RunningJob, moment: Moment) -> Move:
 
 def _is_at(move: Move, moment: Moment) -> bool:
     is_of = (move.role, move.change) == (moment.role, moment.change) and (move.iteration or 0) >= moment.iteration
-    return is_of and any(moment.state in states for _, states in move.steps)
+    return is_of and (moment.state == move.outcome or any(moment.state in states for _, states in move.steps))
 
 
 def moved(job: RunningJob) -> set[GpuId]:

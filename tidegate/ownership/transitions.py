@@ -37,9 +37,13 @@ from tidegate.ownership.records import (
     StaleToken,
     Transition,
     UnknownGpu,
+    UnknownTransition,
     VersionConflict,
 )
 from tidegate.types import GpuId, Layout, Role, Token
+
+REFUSALS = (GpuBusy, IllegalStep, StaleToken, UnknownGpu, UnknownTransition, VersionConflict)
+"""What a step raises that the records do not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,10 @@ def advance_all(
 
 
 def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layout: Layout | None) -> Change:
-    """A component's layout switch, with every GPU that it acquires. `gpus` has the records of the transition's GPUs."""
+    """A component's layout switch, with every GPU that it acquires. `gpus` has the records of the transition's GPUs.
+
+    A component that keeps no layout has released before the GPUs that become free.
+    """
     part = stored.part(role)
     if layout != part.new_layout:
         raise IllegalStep(
@@ -135,6 +142,8 @@ def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layo
     for move in stored.moves:
         if move.source == owner and move.state is MoveState.PLANNED:
             raise IllegalStep(f"the {role} cannot commit: GPU {move.gpu}, which leaves it, is not yet draining")
+        if move.source == owner and move.target is None and layout is None and move.state is not MoveState.RELEASED:
+            raise IllegalStep(f"the {role} cannot commit: GPU {move.gpu}, which becomes free, is not yet released")
         if move.target == owner:
             if move.state is not MoveState.ACQUIRING:
                 raise IllegalStep(f"the {role} cannot commit: GPU {move.gpu} is {move.state}, not yet acquiring")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -21,15 +22,8 @@ import structlog
 from services.scheduler.shell.requests import Request, encode_command
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
-from tidegate.ownership.records import (
-    GpuBusy,
-    IllegalStep,
-    StaleToken,
-    StoreUnavailable,
-    UnknownGpu,
-    UnknownTransition,
-    VersionConflict,
-)
+from tidegate.ownership.records import StoreUnavailable
+from tidegate.ownership.transitions import REFUSALS
 from tidegate.ports.rpc import PeerRefused
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
@@ -37,8 +31,6 @@ from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
 CALL_TIMEOUT_S = 10.0
 """Within the call a lead only takes the command. Its work comes after the call."""
-
-_REFUSED = (StaleToken, GpuBusy, VersionConflict, IllegalStep, UnknownGpu, UnknownTransition, KeyError)
 
 SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
 """(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
@@ -57,6 +49,9 @@ class Issuer:
 
     async def issue_all(self, commands: Iterable[cmd.Command], state: ClusterState) -> None:
         """Begin the commands, in order. The same step of several GPUs is one operation of the store."""
+        commands = tuple(commands)
+        planned = {each.transition.id: each.transition for each in commands if isinstance(each, cmd.PlanTransition)}
+        state = replace(state, transitions={**state.transitions, **planned})
         for _, group in groupby(commands, key=_step_of):
             alike = list(group)
             moves = [command for command in alike if isinstance(command, cmd.AdvanceMove)]
@@ -115,7 +110,7 @@ class Issuer:
     async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         try:
             await self._store_operation(command, state)
-        except _REFUSED as error:
+        except REFUSALS as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
         except StoreUnavailable as error:
             self._warn_of_silence(command, error)
@@ -124,7 +119,7 @@ class Issuer:
         """Take the step of these GPUs at once. What is refused to one of them is refused to all."""
         try:
             await self._advance(moves, state)
-        except _REFUSED:
+        except REFUSALS:
             return True
         except StoreUnavailable as error:
             self._warn_of_silence(moves[0], error)

@@ -223,13 +223,16 @@ class TestEndings:
         gpus = records(OF_ACTOR_A, OF_ACTOR_B) | {A: replace(OF_ACTOR_A, transition=TransitionId("other"))}
         assert rules.close(HANDOVER, gpus, Outcome.ABORTED).gpus == (OF_ACTOR_B,)
 
-    def test_a_component_that_shrinks_commits_while_its_gpus_drain_but_not_before(self) -> None:
+    def test_a_component_that_stops_commits_once_what_becomes_free_is_released_but_not_before(self) -> None:
         gpus = records(OF_ACTOR_A, OF_ACTOR_B)
         half = moved(MoveState.DRAINING, MoveState.PLANNED, actor=PLANNED, rollout=PLANNED)
         with pytest.raises(IllegalStep, match=f"{B}, which leaves it, is not yet draining"):
             rules.commit(half, gpus, Role.ACTOR, None)
         draining = moved(MoveState.DRAINING, MoveState.DRAINING, actor=PLANNED, rollout=PLANNED)
-        committed = rules.commit(draining, gpus, Role.ACTOR, None).transition
+        with pytest.raises(IllegalStep, match=f"{B}, which becomes free, is not yet released"):
+            rules.commit(draining, gpus, Role.ACTOR, None)
+        released = moved(MoveState.DRAINING, MoveState.RELEASED, actor=PLANNED, rollout=PLANNED)
+        committed = rules.commit(released, gpus, Role.ACTOR, None).transition
         assert committed.part(Role.ACTOR).layout_in_force is None
         assert committed.part(Role.ROLLOUT).layout_in_force is None
 

@@ -13,9 +13,9 @@ from typing import Any
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from simulator.changes import Change
-from simulator.store import REFUSED
 from tests.unit.scheduler.fake_members import FakeMembers
 from tests.unit.scheduler.fake_parts import FakeGate, FakeLead
+from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import Role, instance_id, node_of
 
 
@@ -86,7 +86,7 @@ class FakeChanges(FakeMembers):
             return "what a dead rank held is gone", False
         try:
             self.store.commit(resize.transition, Role.ACTOR, resize.layout)
-        except REFUSED as refused:
+        except REFUSALS as refused:
             return str(refused), False
         return None
 

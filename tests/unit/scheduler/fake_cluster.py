@@ -21,12 +21,12 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate, IterationPlan, Snapshot
 from simulator.changes import change_of
-from simulator.store import REFUSED
 from simulator.voice import fate
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, is_between_minibatches, picture
 from tidegate.ownership.records import MoveState
+from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, Role, Token
 
 
@@ -77,7 +77,7 @@ class FakeCluster(FakeChanges):
         self._check_holders(command)
         try:
             self.store.operate(command)
-        except REFUSED as refused:
+        except REFUSALS as refused:
             self.voice.answer(command.id, accepted=False, message=str(refused))
 
     def _check_holders(self, command: cmd.StoreCommand) -> None:

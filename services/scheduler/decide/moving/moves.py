@@ -9,6 +9,10 @@ transition's part says which steps it takes: those in `starts`, `releases` or `l
 where it was planned to go, whatever the policy proposes meanwhile. Past its deadline it goes no further; the same
 three modules say when that ends the job and when it leaves the component as it was.
 
+Steps that follow in the store alone are commanded together, as if those before were done: a GPU is released, its
+transition is committed and closed in one turn. The store refuses a step whose predecessor did not happen. A component
+is asked in a later turn, which has seen the store's record.
+
 A component gets lost GPUs back in these steps:
 1. The store counts them as lost.
 2. The scheduler asks the node's gate.
@@ -23,6 +27,8 @@ Invariants:
   [test_moving: one_of_each_role]
 - Whatever goes wrong, each GPU comes to the component that it is proposed for. [test_moves: whatever_goes_wrong]
 - The same history and proposals give the same commands. [test_moves: the_same_history_and_proposals]
+- Steps are commanded together only where the rules of the store allow each after the one before.
+  [test_moving: only_steps_that_the_store_allows]
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from services.scheduler.decide.moving.layout_changes import changed, planned_res
 from services.scheduler.decide.moving.reclaims import reclaimed
 from services.scheduler.decide.moving.releases import emptied, planned_release, planned_stop
 from services.scheduler.decide.moving.starts import planned_start, started
-from services.scheduler.decide.moving.steps import close
+from services.scheduler.decide.moving.steps import close, foreseen
 from services.scheduler.decide.needs import Needs
 from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd
@@ -46,17 +52,28 @@ def needed_moves(state: ClusterState, proposal: Proposal, now_ms: int) -> Needs:
     for role in Role:
         transition = state.transition_of(role)
         if transition is not None:
-            needs += _continued(state, role, transition, now_ms)
+            needs += _followed(state, role, _continued(state, role, transition, now_ms), now_ms)
         needs += reclaimed(state, role, now_ms, gone=proposal.gone)
-    plans = [plan for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
+    plans = [(role, plan) for role in Role if (plan := _planned(state, role, proposal, now_ms)) is not None]
     begun = False
-    for plan in plans:
+    for role, plan in plans:
         # The next id depends on the store's last transition, so the others wait until this one is observed.
         is_plan = any(isinstance(command, cmd.PlanTransition) for command in plan.commands)
         if not (is_plan and begun):
-            needs += plan
+            needs += _followed(state, role, plan, now_ms)
         begun = begun or is_plan
     return needs
+
+
+def _followed(state: ClusterState, role: Role, needs: Needs, now_ms: int) -> Needs:
+    """The steps with those after them that need nobody but the store."""
+    after = foreseen(state, needs.commands)
+    transition = None if after is None else after.transition_of(role)
+    if after is None or transition is None:
+        return needs
+    following = _continued(after, role, transition, now_ms)
+    is_of_store = following.commands and all(isinstance(each, cmd.StoreCommand) for each in following.commands)
+    return needs + _followed(after, role, following, now_ms) if is_of_store else needs
 
 
 def _continued(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:

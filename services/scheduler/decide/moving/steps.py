@@ -6,6 +6,9 @@ Invariant: a step's id follows from its transition and the step's change, so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from services.scheduler.decide.expectations import MAX_ISSUES
 from services.scheduler.decide.needs import Needs
 from services.scheduler.evolve.answers import command_deadline_ms
@@ -13,8 +16,8 @@ from services.scheduler.evolve.ownership import transition_id
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import Target, node_of_instance
+from tidegate.ownership import transitions as rules
 from tidegate.ownership.records import GpuRecord, Move, MoveState, Part, Transition
-from tidegate.ownership.transitions import earned_outcome
 from tidegate.types import CommandId, Layout, NodeId, Role
 
 TRANSITION_DEADLINES = MAX_ISSUES + 1
@@ -37,8 +40,8 @@ def change_deadline_ms(state: ClusterState) -> int:
 def close(transition: Transition) -> Needs:
     """Close it as it is. GPUs that are not released stay, and released ones are free. GPUs that were handed out are
     lost until their gate says that nobody holds them."""
-    outcome = earned_outcome(transition)
-    command = cmd.CloseTransition(CommandId(f"{transition.id}/close"), transition.id, outcome)
+    outcome = rules.earned_outcome(transition)
+    command = cmd.CloseTransition(CommandId(f"{transition.id}/close/{outcome}"), transition.id, outcome)
     return Needs((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
 
 
@@ -50,6 +53,36 @@ def advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.Adva
 def commit(transition: Transition, role: Role, layout: Layout | None) -> Needs:
     command = cmd.CommitPart(CommandId(f"{transition.id}/commit/{role}"), transition.id, role, layout)
     return Needs((command,), (f"commits the {role}'s layout {layout or 'none'}",))
+
+
+def foreseen(state: ClusterState, commands: Sequence[cmd.Command]) -> ClusterState | None:
+    """The state once the store has done the commands. None where it cannot be known before: without a command, after
+    one to anybody else, after a step that the store's rules refuse, and after one that grants tokens."""
+    for command in commands:
+        try:
+            change = _change(state, command)
+        except rules.REFUSALS:
+            return None
+        if change is None:
+            return None
+        transitions = {**state.transitions, change.transition.id: change.transition}
+        gpus = {**state.gpus, **{record.gpu: record for record in change.gpus}}
+        state = replace(state, transitions=transitions, gpus=gpus)
+    return state if commands else None
+
+
+def _change(state: ClusterState, command: cmd.Command) -> rules.Change | None:
+    match command:
+        case cmd.PlanTransition():
+            return rules.plan(command.transition, state.gpus, job_version=state.version)
+        case cmd.AdvanceMove() if command.to_state is not MoveState.ACQUIRING:
+            stored, record = state.transitions[command.transition_id], state.gpus[command.gpu]
+            steps = {"from_state": command.from_state, "to_state": command.to_state}
+            return rules.advance(stored, record, term=record.token.term, **steps)
+        case cmd.CommitPart():
+            return rules.commit(state.transitions[command.transition_id], state.gpus, command.role, command.layout)
+        case _:
+            return None
 
 
 def described(record: GpuRecord) -> str:

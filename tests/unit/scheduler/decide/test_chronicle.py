@@ -51,7 +51,7 @@ def test_each_transition_is_planned_by_a_decision_goes_its_steps_and_is_closed_o
     for each in closed:
         steps = [line for line in lines if line["kind"] == "step" and line["transition"] == each]
         assert steps[0]["at_ms"] <= steps[-1]["at_ms"]
-        assert "planned" in steps[0]["states"], "the first look at it"
+        assert {"draining", "acquiring"} & steps[0]["states"].keys(), "the plan and its first step are one look"
 
 
 def test_a_transition_that_ends_with_the_job_says_so() -> None:

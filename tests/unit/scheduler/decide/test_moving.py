@@ -17,8 +17,8 @@ from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import NODES, gpu, spec
 from tests.unit.scheduler.proposals import ProposalMaker
-from tidegate.ownership.records import GpuState, Outcome
-from tidegate.types import GpuId, Grant, Layout, NodeId, Role, Token, instance_id
+from tidegate.ownership.records import GpuState, IllegalStep, Outcome
+from tidegate.types import CommandId, GpuId, Grant, Layout, NodeId, Role, Token, instance_id
 
 ACTOR = (gpu("n0", 0), gpu("n1", 0))
 ROLLOUT = (gpu("n0", 1), gpu("n1", 1), gpu("n1", 3))
@@ -543,4 +543,45 @@ def test_engines_that_come_one_after_the_other_to_none_load_the_weights_each_tim
     loads = [command for command in drive.cluster.log if isinstance(command, cmd.LoadWeights)]
     assert len({load.header.id for load in loads}) == len(loads)
     assert drive.state.holds(Role.ROLLOUT, 0)
+    finishes(drive, proposed)
+
+
+def decisions_of(drive: Drive, since: int) -> list[list[str]]:
+    """The commands of each decision from the `since`-th look on, without those that it did not need."""
+    made = [decision for _, _, decision in drive.seen[since:] if decision is not None]
+    return [[_named(command) for command in decision.commands] for decision in made if decision.commands]
+
+
+def _named(command: cmd.Command) -> str:
+    return f"to {command.to_state}" if isinstance(command, cmd.AdvanceMove) else type(command).__name__
+
+
+def test_steps_that_need_the_store_alone_are_commanded_together() -> None:
+    drive, proposed = running()
+    seen = len(drive.seen)
+    propose(drive, proposed, actor=Placed((*ACTOR, ROLLOUT[0]), Layout(dp=3)), rollout=engines(*ROLLOUT[1:]))
+    assert decisions_of(drive, seen) == [
+        ["PlanTransition", "to draining"],
+        ["ScaleDown"],
+        ["CommitPart", "to released", "CloseTransition"],
+        ["PlanTransition", "to acquiring"],
+        ["ScaleUp"],
+        ["CloseTransition"],
+    ]
+
+
+def test_only_steps_that_the_store_allows_are_commanded_together() -> None:
+    drive, proposed = running()
+    proposed.placement = {Role.ROLLOUT: None}
+    drive.decide()
+    (transition,) = drive.state.transitions.values()
+    store, seen = drive.cluster.store, len(drive.seen)
+    # As after a release that the store did not take.
+    with pytest.raises(IllegalStep, match="not yet released"):
+        store.operate(cmd.CommitPart(CommandId("early"), transition.id, Role.ROLLOUT, None))
+    with pytest.raises(IllegalStep, match="cannot end committed"):
+        store.operate(cmd.CloseTransition(CommandId("early"), transition.id, Outcome.COMMITTED))
+    settle(drive)
+    released = [commands for commands in decisions_of(drive, seen) if "to released" in commands]
+    assert released == [[*["to released"] * len(ROLLOUT), "CommitPart", "CloseTransition"]]
     finishes(drive, proposed)

@@ -197,6 +197,18 @@ async def test_the_same_step_of_several_gpus_is_refused_to_none_for_the_sake_of_
         assert [move.state for move in after.moves] == want
 
 
+async def test_a_plan_and_the_step_after_it_are_one_decision(tmp_path: Path) -> None:
+    gpus = (GpuId("n0/0"), GpuId("n0/1"))
+    async with issuing(tmp_path) as of:
+        store = await of.cluster.client()
+        await store.register(gpus)
+        planned = _start_on(gpus, await store.gpus())
+        steps = [advance(planned, move, MoveState.ACQUIRING) for move in planned.moves]
+        await of.issuer.issue_all([cmd.PlanTransition(CommandId("t1/plan"), planned), *steps], of.state)
+        (after,) = await store.current_transitions(JOB)
+        assert {move.state for move in after.moves} == {MoveState.ACQUIRING}
+
+
 def _start_on(gpus: tuple[GpuId, ...], records: Mapping[GpuId, GpuRecord]) -> Transition:
     return Transition(
         id=TransitionId("t1"),
