@@ -31,6 +31,9 @@ from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state.carried import Announcement, CarriedGradients, decode, encode
 from tidegate.elastic.state.location import StateLocation
 
+REDUCING = "reducing"
+"""The point at which a member begins to reduce: the others may be in it already. Only a reshard that carries has it."""
+
 
 class CarriedUpdate:
     """The module's head describes it. Without `portions` it does nothing."""
@@ -42,12 +45,15 @@ class CarriedUpdate:
         cache: EpochCache,
         *,
         drop: Callable[[], None],
+        on_point: Callable[[str], None] = lambda point: None,
     ) -> None:
-        """`opened`: this member's open update, which `drop` ends. None on a member without one."""
+        """`opened`: this member's open update, which `drop` ends. None on a member without one. `on_point` hears of
+        REDUCING on a member with one."""
         self.portions = tuple(portions)
         self._opened = opened
         self._cache = cache
         self._drop = drop
+        self._on_point = on_point
         self._announced: Mapping[int, Announcement] = {}
         self._source: CarriedGradients | None = None
         self._target: CarriedGradients | None = None
@@ -116,5 +122,6 @@ class CarriedUpdate:
     def _reduce(self) -> bytes:
         if self._opened is None:
             return b""
+        self._on_point(REDUCING)
         self._source = self._opened.reduce()
         return encode(self._source.announcement())

@@ -342,7 +342,7 @@ class ElasticTrainer:
             )
         if not portions:
             self.drop_portions()
-        carried = CarriedUpdate(portions, self._open, self._cache, drop=self.drop_portions)
+        carried = CarriedUpdate(portions, self._open, self._cache, drop=self.drop_portions, on_point=self._on_point)
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point, carried)
         return preparation.run(name, self._location, mesh, self._progress)
 

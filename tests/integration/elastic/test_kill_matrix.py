@@ -18,6 +18,7 @@ from tests.integration.elastic.killed_members import (
     undisturbed,
 )
 from tests.ranks import RankServer, Results
+from tidegate.elastic.carried_update import REDUCING
 from tidegate.elastic.reshard_preparation import POINTS
 
 __all__ = ["undisturbed"]
@@ -57,8 +58,11 @@ def test_a_kill_where_copies_are_kept_leaves_the_old_or_the_new_layout(
 @pytest.mark.parametrize(
     "point",
     [
-        "introduced",
-        *(pytest.param(point, marks=pytest.mark.long) for point in ("agreed", "transferring", "voted", "switched")),
+        REDUCING,
+        *(
+            pytest.param(point, marks=pytest.mark.long)
+            for point in ("agreed", "introduced", "transferring", "voted", "switched")
+        ),
     ],
 )
 def test_a_kill_while_gradients_are_carried_drops_them_and_the_minibatch_is_trained_again(
