@@ -8,7 +8,8 @@ Order:
 5. answer. The work begins after that.
 
 Invariants:
-- A repeat gets the stored result and does nothing else. [test_component: sent_again_gets_the_stored_answer]
+- A repeat gets the stored result and is not worked on again. [test_component: sent_again_gets_the_stored_answer]
+- A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
 - A refusal is not stored, so that the command may be issued again when its obstacle is gone.
   [test_component: a_refused_command_gets]
 """
@@ -16,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -100,6 +102,8 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
             return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
         stored = await self._log.recall(self._job, CommandId(header.id))
         if stored is not None:
+            with suppress(CommandRefused):
+                self._host().lead_for(header.lead_epoch, header.incarnation).repeated(command)
             return commands_pb2.CommandResult.FromString(stored)
         try:
             lead = self._host().lead_for(header.lead_epoch, header.incarnation)

@@ -101,6 +101,7 @@ class Crew:
         self._work_timeout_s = work_timeout_s
         self._ports: dict[NodeId, InstancePort] = {}
         self._endpoints: dict[NodeId, str] = {}
+        self._boots: dict[NodeId, int] = {}
         self._members: dict[str, Grant] = {}
         self._standbys: dict[str, Grant] = {}
 
@@ -115,9 +116,12 @@ class Crew:
         return tuple(self._standbys.values())
 
     def note_addresses(self, addresses: Iterable[commands_pb2.InstanceAddress]) -> None:
-        """Notes the addresses of the component's instances."""
+        """Notes the addresses of the component's instances, but for those of an earlier start than is known."""
         for address in addresses:
             node = NodeId(address.instance.partition("@")[2])
+            if address.boot < self._boots.get(node, 0):
+                continue
+            self._boots[node] = address.boot
             self._endpoints[node] = address.endpoint
             self._ports[node] = self._connect(address.instance, address.endpoint)
 

@@ -34,7 +34,7 @@ from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerUnreachable
 from tidegate.runtime.pictures import Pace, pace_of
-from tidegate.types import Grant, JobId, Layout, NodeId, node_of
+from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, node_of
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 
 Command: TypeAlias = (
@@ -160,6 +160,10 @@ class Lead(ABC):
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="lead")
         self._queue.put_nowait(command)
+
+    def repeated(self, command: Command) -> None:
+        """Takes the addresses of a command that comes again: an instance may have started again meanwhile."""
+        self.crew.note_addresses(command.header.instances)
 
     async def aclose(self) -> None:
         """Stops leading. Workers stay, and unfinished work is left to the next lead."""
@@ -319,9 +323,10 @@ class Lead(ABC):
             await self.fail(what, error, grants=command.grants)
         elif isinstance(command, commands_pb2.ScaleDownRequest) and isinstance(error, WorkerUnreachable):
             self._log.warning("stop not answered", command=command.header.id, error=str(error))
-            stop = asyncio.create_task(self._stop_until_done(what, command), name=what)
-            self._stops.add(stop)
-            stop.add_done_callback(self._stops.discard)
+            for part in _by_node(command):
+                stop = asyncio.create_task(self._stop_until_done(what, part), name=what)
+                self._stops.add(stop)
+                stop.add_done_callback(self._stops.discard)
         elif isinstance(error, WorkerGone):
             # The scheduler decides what follows from a death.
             self._log.warning("command interrupted", command=command.header.id, error=str(error))
@@ -399,7 +404,7 @@ class Lead(ABC):
             await self.crew.stop(started, transition=request.header.transition_id)
 
     async def _stop_until_done(self, what: str, request: commands_pb2.ScaleDownRequest) -> None:
-        """Asks again and again: a hanging node may go on with its workers, and only this lead ends them."""
+        """Asks one node again and again: if it hangs, it may go on with its workers, and only this lead ends them."""
         while True:
             await asyncio.sleep(_STOP_AGAIN_S)
             try:
@@ -454,6 +459,19 @@ class Lead(ABC):
             self._num_breaks += 1
             again = f" ({self._num_breaks} times in a row)" if self._num_breaks > 1 else ""
             await self.fail(f"{what}{again}", error, give_up=self._num_breaks >= MAX_BREAKS)
+
+
+def _by_node(request: commands_pb2.ScaleDownRequest) -> list[commands_pb2.ScaleDownRequest]:
+    """One request for each node, so that a node without an answer keeps no GPU of another from its release."""
+    parts: dict[NodeId, commands_pb2.ScaleDownRequest] = {}
+    for grant in request.grants:
+        node = node_of(GpuId(grant.gpu))
+        if node not in parts:
+            parts[node] = commands_pb2.ScaleDownRequest()
+            parts[node].CopyFrom(request)
+            del parts[node].grants[:]
+        parts[node].grants.append(grant)
+    return list(parts.values())
 
 
 def candidates_of(plan: types_pb2.IterationPlan) -> Candidates:

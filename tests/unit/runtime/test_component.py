@@ -77,6 +77,18 @@ async def test_a_command_sent_again_gets_the_stored_answer_and_is_worked_on_once
         assert stored == want.SerializeToString()
 
 
+async def test_a_command_sent_again_brings_the_present_addresses(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        request = of.load(1)
+        await of.send(request)
+        await of.until("load 1")
+        (address, *_) = request.header.instances
+        for boot, endpoint in ((address.boot + 2, "127.0.0.1:2"), (address.boot + 1, "127.0.0.1:1")):
+            address.boot, address.endpoint = boot, endpoint
+            await of.send(request)
+        assert of.lead.crew.endpoint(NODES[0]) == "127.0.0.1:2", "of the newest start"
+
+
 async def test_a_command_sent_twice_at_once_is_worked_on_once(tmp_path: Path) -> None:
     async with served(tmp_path) as of:
         request = of.load(1)

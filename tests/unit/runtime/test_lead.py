@@ -259,6 +259,22 @@ async def test_workers_on_a_node_that_gives_no_answer_are_stopped_once_it_does(t
         assert "failed" not in await of.bench.kinds()
 
 
+async def test_a_node_that_gives_no_answer_keeps_no_gpu_of_another_node_from_its_release(tmp_path: Path) -> None:
+    async with leading(tmp_path) as of:
+        of.lead.take(of.bench.scale_up())
+        await of.bench.published("layout_committed")
+        first, second = of.bench.instances.values()
+        first.is_silent = True
+        here, there = of.bench.grants()
+        of.lead.take(commands_pb2.ScaleDownRequest(header=of.bench.header(), grants=encode_grants([here, there])))
+        (released,) = await of.bench.published("gpus_released")
+        assert decode_grants(released.gpus_released.grants) == (there,)
+        assert await second.workers(JOB) == ()
+        first.is_silent = False
+        _, released = await of.bench.published("gpus_released", count=2)
+        assert decode_grants(released.gpus_released.grants) == (here,)
+
+
 async def test_members_on_a_node_that_gives_a_new_lead_no_answer_are_reported(tmp_path: Path) -> None:
     async with leading(tmp_path) as of:
         of.lead.take(of.bench.scale_up())
