@@ -106,7 +106,7 @@ def happen(drive: Drive, what: str, number: int) -> None:
         case "repeat" if events := repeatable(drive):
             drive.deliver(events[-1 - number % len(events)])
         case "lose commands":
-            drive.num_losses = 1
+            drive.num_losses, drive.num_done_before = 1, number % 4
         case "work":
             cluster.work()
         case "beat":

@@ -32,6 +32,8 @@ from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 CALL_TIMEOUT_S = 10.0
 """Within the call a lead only takes the command. Its work comes after the call."""
 
+_REFUSED = (*REFUSALS, KeyError)
+
 SendCommand = Callable[[str, Request, float], Awaitable[commands_pb2.CommandResult]]
 """(endpoint, request, timeout in seconds) -> the lead's answer; ConnectionError when there is none."""
 AskGate = Callable[[str, float], Awaitable[instance_pb2.GateReportResponse]]
@@ -110,7 +112,7 @@ class Issuer:
     async def _to_store(self, command: cmd.StoreCommand, state: ClusterState) -> None:
         try:
             await self._store_operation(command, state)
-        except REFUSALS as error:
+        except _REFUSED as error:
             self._log.info("store operation void", command=cmd.command_id(command), reason=str(error))
         except StoreUnavailable as error:
             self._warn_of_silence(command, error)
@@ -119,7 +121,7 @@ class Issuer:
         """Take the step of these GPUs at once. What is refused to one of them is refused to all."""
         try:
             await self._advance(moves, state)
-        except REFUSALS:
+        except _REFUSED:
             return True
         except StoreUnavailable as error:
             self._warn_of_silence(moves[0], error)

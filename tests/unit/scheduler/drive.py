@@ -33,6 +33,8 @@ class Drive:
     delivered: list[ev.Event] = field(default_factory=list)
     num_losses: int = 0
     """The number of next decisions whose commands are lost: a scheduler dies after it wrote its state."""
+    num_done_before: int = 0
+    """The commands of such a decision that are done before the scheduler dies."""
     is_new: bool = False
     """A scheduler has started after such a death, and has not decided yet."""
     propose: Callable[[ClusterState], Proposal] | None = None
@@ -54,6 +56,7 @@ class Drive:
             if self.num_losses:
                 self.num_losses -= 1
                 self.is_new = True
+                self.cluster.execute(decision.commands[: self.num_done_before])
                 return done
             self.cluster.execute(decision.commands)
             done += decision.commands
