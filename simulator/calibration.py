@@ -37,7 +37,6 @@ from simulator.model import ModelSection
 from simulator.paced import paced_costs
 from simulator.predictions import COST_KEYS
 from simulator.scenario import Scenario
-from simulator.workload import Workload
 from simulator.world import World
 from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.pace import PaceSection
@@ -240,14 +239,7 @@ def _simulated_s(iteration: RecordedIteration, scenario: Scenario, until: What) 
 def world_of(iteration: RecordedIteration, scenario: Scenario) -> World:
     """The iteration with its own lengths. Every component has the GPUs of the config."""
     turns = tuple(tuple((max(1, length),) for length in group) for group in iteration.lengths)
-    own = scenario.algorithm
-    workload = Workload(
-        lengths=Lengths(turns, hints=(0.0,) * len(turns)),
-        n_minibatches=own.n_minibatches,
-        prompt_tokens=own.prompt_tokens,
-        minibatch_order=own.minibatch_order,
-        streams=own.streams,
-    )
+    workload = scenario.workload_of(Lengths(turns, hints=(0.0,) * len(turns)))
     return World(workload, scenario.costs, scenario.placement())
 
 

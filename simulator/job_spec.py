@@ -19,10 +19,9 @@ from services.scheduler.state.costs import Costs as MeasuredCosts
 from services.scheduler.state.costs import DecodeStep, LengthLaw, Rates
 from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.learned import MIN_SIGMA
-from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import JobSpec, Placed
-from simulator.cost_model import Costs, imbalance
+from simulator.cost_model import Costs
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
@@ -134,12 +133,6 @@ def _rates_by_layout(costs: Costs, layouts: Collection[Layout]) -> tuple[tuple[L
     trainer = costs.trainer
     known = {replace(layout, dp=1) for layout in layouts if str(layout) in trainer.layout_efficiency}
     return tuple((layout, 1.0 / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known)
-
-
-def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:
-    """The trainer's rate in the layout. The copy with the most samples of a minibatch sets it."""
-    sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
-    return TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
 
 
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.policy.situation import Inference, Situation, Trainer
-from services.scheduler.state.observed import CUT, ENDED, Engine, Generation, Inferring, Training
+from services.scheduler.state.observed import CUT, ENDED, Engine, Generation, Inferring, TrainerRate, Training
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
-from simulator.job_spec import measured_rate
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -69,15 +68,22 @@ class Situations:
 
     def training(self, world: World) -> Training:
         trainer = world.trainer
-        rates = (measured_rate(self._spec, self._costs, layout) for layout in trainer.trained_in)
         return Training(
             num_minibatches_done=trainer.minibatch,
             num_taken=len(trainer.trained) + len(trainer.taken),
             is_at_boundary=trainer.is_at_boundary,
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
-            measured=tuple(rates),
+            measured=self._rates(world),
             update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
             portion_ends_at_ms=None if trainer.portion_ends_at_s is None else to_ms(trainer.portion_ends_at_s),
+        )
+
+    def _rates(self, world: World) -> tuple[TrainerRate, ...]:
+        """By layout, with the waits of replicas for the busiest one."""
+        tokens_s = self._costs.trainer.tokens_s
+        return tuple(
+            TrainerRate(layout, 1.0 / tokens_s(1.0, layout) / (measured.seconds / measured.even_s))
+            for layout, measured in world.trainer.trained_in.items()
         )
 
 
