@@ -2,7 +2,7 @@
 
 A situation has the reports that the components of a real job would have made. It has this iteration's measurements, and
 those of earlier iterations for the rest. It never has the length of an unfinished response. Measurements are exact:
-- the trainer's rate in a layout, after training in it;
+- the trainer's rate in a layout, after training in it, in response tokens as that of the inference;
 - the fixed part of a minibatch, after the first minibatch;
 - the rate of inference, after the first group.
 GPUs that change their holder, and GPUs promised to a component that cannot take them yet, are `moving`.
@@ -80,9 +80,9 @@ class Situations:
 
     def _rates(self, world: World) -> tuple[TrainerRate, ...]:
         """By layout, with the waits of replicas for the busiest one."""
-        tokens_s = self._costs.trainer.tokens_s
+        share, tokens_s = world.workload.response_share, self._costs.trainer.tokens_s
         return tuple(
-            TrainerRate(layout, 1.0 / tokens_s(1.0, layout) / (measured.seconds / measured.even_s))
+            TrainerRate(layout, share / tokens_s(1.0, layout) / (measured.seconds / measured.even_s))
             for layout, measured in world.trainer.trained_in.items()
         )
 
@@ -95,8 +95,8 @@ def to_ms(at_s: float) -> int:
 def inferring(world: World) -> Inferring:
     trainer = world.trainer
     ready = (*trainer.trained, *(group for group, _ in trainer.taken), *(group for group, _ in trainer.ready))
-    rate = world.costs.inference.rate_tokens_per_s if world.inference.has_computed else None
-    return Inferring(ready, world.inference.is_busy, rate)
+    rate = world.costs.inference.rate_tokens_per_s * world.workload.response_share
+    return Inferring(ready, world.inference.is_busy, rate if world.inference.has_computed else None)
 
 
 def _engine(engine: SimulatedEngine) -> Engine:

@@ -33,6 +33,8 @@ class Workload:
     """The limits of the trainer's micro-batches. None: an ideal trainer (`simulator.portions`)."""
     num_logical_shards: int | None = None
     """As `actor.num_logical_shards` of a job."""
+    response_share: float = 1.0
+    """The share of responses in all tokens, as earlier iterations have measured it."""
     observation_tokens: int = 0
     environment_s: float = 0.0
 
