@@ -52,7 +52,7 @@ def event(
     *,
     incarnation: int = 1,
     iteration: int = 0,
-    role: types_pb2.Role = types_pb2.ROLE_ACTOR,
+    role: types_pb2.Role.ValueType = types_pb2.ROLE_ACTOR,
 ) -> events_pb2.Event:
     made = events_pb2.Event(
         incarnation=incarnation,
