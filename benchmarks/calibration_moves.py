@@ -30,8 +30,9 @@ from simulator.calibration import fitted_values, scenario_of
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from tidegate.config.job_config import JobConfig
-from tidegate.job import JobFolder
+from tidegate.job import JobFolder, load_job
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.megatron.packing import token_cost
 from tidegate.recorded import recorded
 
 POLICIES, QUICK_POLICIES = ("static", "rlinf", "dynarl", "tide"), ("static", "tide")
@@ -76,6 +77,12 @@ def run_of(words: Sequence[str], folder: Path) -> Ran:
     assert outcome.pace is not None
     seconds = tuple(outcome.seconds[number] for number in sorted(outcome.seconds))
     return Ran(config, seconds, json.loads(done.stdout.splitlines()[-1])["moves"], outcome.pace.is_void)
+
+
+def calibrated(config: JobConfig) -> Scenario:
+    """The scenario that `tidegate calibrate` fits to the job's finished run."""
+    cost = token_cost(load_job(config).model)
+    return scenario_of(fitted_values(recorded(JobFolder.of(config).root), token_cost=cost))
 
 
 def drawn_s(scenario: Scenario, config: JobConfig) -> list[float]:
@@ -132,7 +139,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="calibration-moves-") as root:
         folder = Path(root)
         fitted_to = run_of(words_of("static", FIRST_LAW_SEED, changes), folder / "fitted")
-        scenario = scenario_of(fitted_values(recorded(JobFolder.of(fitted_to.config).root)))
+        scenario = calibrated(fitted_to.config)
         for policy in policies:
             runs = []
             for number in range(1, num_runs + 1):

@@ -29,14 +29,15 @@ from typing import Any
 from benchmarks.clairvoyant.search import clairvoyant_schedule
 from benchmarks.report import Report, arguments, publish
 from services.scheduler.policy.registry import policy_of
-from simulator.predictions import basis_of_config, predictions, scenario_of
+from simulator.predictions import PredictionBasis, basis_of_config, predictions, scenario_of
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from tidegate.config.files import Sources, load_sources
 from tidegate.config.job_config import JobConfig
-from tidegate.job import JobFolder
+from tidegate.job import JobFolder, load_job
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.length_law import drawn_length
+from tidegate.megatron.packing import token_cost
 from tidegate.types import SampleId
 
 PACED = Path(__file__).resolve().parent.parent / "examples" / "paced.yaml"
@@ -50,8 +51,6 @@ CHANGES = (
 GOALS = {"tide_over_static": "<= 0.75", "tide_over_best_static": "<= 0.92", "tide_over_rlinf": "<= 0.95"}
 SEARCHED = 200
 """The schedules of a clairvoyant search for each iteration."""
-PROMPT_TOKENS = 4
-"""The length of a prompt of the countdown task: `count from 7 :`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def config_of(words: Sequence[str]) -> JobConfig:
 
 def cases_of(config: JobConfig) -> tuple[Case, ...]:
     """The untuned split, the best fixed one as `tidegate plan` finds it, and the policies that move slots."""
-    found = [each for each in predictions(config, basis_of_config(config, None)) if each.policy == "static"]
+    found = [each for each in predictions(config, basis_of(config)) if each.policy == "static"]
     best = min(found, key=lambda each: each.iteration_s).start.config
     place, layout = best.cluster.component_placement, best.actor.layout
     split = (
@@ -144,14 +143,19 @@ def clairvoyant_s(words: Sequence[str], folder: Path) -> float:
 
 
 def true_scenario(config: JobConfig, iteration: int, folder: Path) -> Scenario:
-    """The iteration with the costs of the pace's law, the default costs of switches, and the lengths of the job.
+    """The iteration with the costs of the pace's law, the default costs of switches, and the job's lengths and prompts.
 
     `folder` gets the file of the lengths, which a simulation reads.
     """
-    raw = scenario_of(config, basis_of_config(config, None)).model_dump(mode="json")
+    raw = scenario_of(config, basis_of(config)).model_dump(mode="json")
     raw["lengths"] |= {"law": "trace", "file": str(true_lengths(config, iteration, folder))}
-    raw["algorithm"] |= {"prompt_tokens": PROMPT_TOKENS, "streams": config.actor.streams_minibatches}
     return parse_scenario(raw)
+
+
+def basis_of(config: JobConfig) -> PredictionBasis:
+    """That of `tidegate plan`. The pace's reshards take their time, so no model is planned."""
+    job = load_job(config)
+    return basis_of_config(config, None, prompt_tokens=job.prompt_tokens, token_cost=token_cost(job.model))
 
 
 def true_lengths(config: JobConfig, iteration: int, folder: Path) -> Path:

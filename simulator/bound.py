@@ -67,14 +67,10 @@ def _groups(workload: Workload, costs: Costs, num_gpus: int) -> list[_Group]:
     rate = costs.trainer.rate(num_gpus) * _best_efficiency(costs)
     groups = []
     for row in workload.lengths.turns:
-        tokens = sum(_num_tokens(workload, turns) for turns in row)
+        tokens = sum(map(workload.num_tokens, row))
         ready_s = max(_alone_s(workload, costs, turns) for turns in row)
         groups.append(_Group(ready_s, tokens, tokens / rate))
     return groups
-
-
-def _num_tokens(workload: Workload, turns: tuple[int, ...]) -> int:
-    return workload.prompt_tokens + sum(turns) + (len(turns) - 1) * workload.observation_tokens
 
 
 def _alone_s(workload: Workload, costs: Costs, turns: tuple[int, ...]) -> float:
@@ -98,7 +94,7 @@ def _order_s(trainable_s: list[float], train_s: list[float]) -> float:
 
 def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: float) -> float:
     """The smallest T with room for the GPU-seconds of all stages. The need falls with T, so bisection finds it."""
-    tokens = sum(_num_tokens(workload, turns) for row in workload.lengths.turns for turns in row)
+    tokens = sum(workload.num_tokens(turns) for row in workload.lengths.turns for turns in row)
     others = _rollout_gpu_s(workload, costs) + tokens / costs.inference.rate_tokens_per_s
     before_s = first_s + workload.n_minibatches * costs.trainer.fixed_s
     rate = costs.trainer.rate(1.0) * _best_efficiency(costs)

@@ -7,7 +7,8 @@ Order:
 4. The line of the trainer: fixed seconds plus seconds per token.
 5. The sync: the time of an iteration that the other values do not explain, with messages and checkpoints.
 
-A job on modelled slots (`cluster.pace`) has the law of its pace in place of 2 to 4, and its assumed switches.
+A job on modelled slots (`cluster.pace`) has the law of its pace in place of 2 to 4, the actor's micro-batches, and its
+assumed switches.
 
 A line is fitted by the method of Theil and Sen: the median of the slopes between points. Medians tolerate the rare
 stall of a busy machine. A run without moves has no reshard, so no fitted value contains reshard time. The bytes of
@@ -35,9 +36,8 @@ from simulator.happenings import What
 from simulator.lengths import Lengths
 from simulator.model import ModelSection
 from simulator.paced import paced_costs
-from simulator.predictions import COST_KEYS
+from simulator.predictions import COST_KEYS, micro_batches_of
 from simulator.scenario import Scenario
-from simulator.workload import Workload
 from simulator.world import World
 from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.pace import PaceSection
@@ -66,9 +66,12 @@ class FittedValue:
     source: str
 
 
-def fitted_values(run: RecordedRun, model: ModelSection | None = None) -> tuple[FittedValue, ...]:
-    """The values in the order of a scenario's fields. `model`: the job's model; None: it is unknown."""
-    settled = [*_of_job(run), *_of_model(model), *_law(run), *_room(run)]
+def fitted_values(
+    run: RecordedRun, model: ModelSection | None = None, *, token_cost: int = 0
+) -> tuple[FittedValue, ...]:
+    """The values in the order of a scenario's fields. `model`: the job's model; None: it is unknown. `token_cost`: as
+    in `predictions.PredictionBasis`."""
+    settled = [*_of_job(run, token_cost), *_of_model(model), *_law(run), *_room(run)]
     if run.config.cluster.pace is not None:
         fitted = [*_of_pace(run.config, run.config.cluster.pace)]
     else:
@@ -116,7 +119,7 @@ def scenario_of(fitted: Sequence[FittedValue]) -> Scenario:
     return Scenario.model_validate(raw)
 
 
-def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
+def _of_job(run: RecordedRun, token_cost: int) -> Iterator[FittedValue]:
     config, own = run.config, run.config.algorithm
     layout = config.actor.layout
     placement = config.cluster.component_placement
@@ -139,6 +142,8 @@ def _of_job(run: RecordedRun) -> Iterator[FittedValue]:
     yield FittedValue("algorithm.streams", config.actor.streams_minibatches, "")
     kept = "mean of the samples that the run kept" if run.prompt_tokens else "unknown: the run kept no samples"
     yield FittedValue("algorithm.prompt_tokens", run.prompt_tokens, kept)
+    for key, value in (micro_batches_of(config, token_cost=token_cost) or {}).items():
+        yield FittedValue(f"algorithm.micro_batches.{key}", value, "")
 
 
 def _of_model(model: ModelSection | None) -> Iterator[FittedValue]:
@@ -240,14 +245,7 @@ def _simulated_s(iteration: RecordedIteration, scenario: Scenario, until: What) 
 def world_of(iteration: RecordedIteration, scenario: Scenario) -> World:
     """The iteration with its own lengths. Every component has the GPUs of the config."""
     turns = tuple(tuple((max(1, length),) for length in group) for group in iteration.lengths)
-    own = scenario.algorithm
-    workload = Workload(
-        lengths=Lengths(turns, hints=(0.0,) * len(turns)),
-        n_minibatches=own.n_minibatches,
-        prompt_tokens=own.prompt_tokens,
-        minibatch_order=own.minibatch_order,
-        streams=own.streams,
-    )
+    workload = scenario.workload_of(Lengths(turns, hints=(0.0,) * len(turns)))
     return World(workload, scenario.costs, scenario.placement())
 
 

@@ -10,11 +10,13 @@ Invariant: the same scenario, policy and seed give the same history. [test_run: 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
 from simulator.bound import clairvoyant_bound
 from simulator.happenings import Happening, What
-from simulator.job_spec import job_of
+from simulator.job_spec import job_of, response_share
 from simulator.outcome import PolicyDecision, Run, spans
 from simulator.scenario import Scenario
 from simulator.situations import Situations, to_ms
@@ -58,8 +60,9 @@ class SimulatedIteration:
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
-        self.workload: Workload = scenario.workload(seed)
-        self.spec: JobSpec = job_of(scenario, self.workload.lengths)
+        workload = scenario.workload(seed)
+        self.spec: JobSpec = job_of(scenario, workload.lengths)
+        self.workload: Workload = replace(workload, response_share=response_share(scenario, self.spec.lengths))
         self.situations = Situations(scenario, self.spec, self.workload)
 
     def world(self, at: Assignment) -> World:

@@ -1,7 +1,10 @@
 """The scenario's job as a `JobSpec` of the scheduler.
 
 It has the rates and lengths that earlier iterations would have measured. The present iteration is measured as the
-components of a real job measure it.
+components of a real job measure it. Rates count response tokens, as policies count work, though the trainer and the
+inference compute prompts too:
+
+    rate = tokens a second * response_share
 
 Nothing in it depends on the lengths of the present iteration. The one exception is a trace: its moments stand for those
 of earlier iterations.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -19,10 +23,9 @@ from services.scheduler.state.costs import Costs as MeasuredCosts
 from services.scheduler.state.costs import DecodeStep, LengthLaw, Rates
 from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.learned import MIN_SIGMA
-from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import JobSpec, Placed
-from simulator.cost_model import Costs, imbalance
+from simulator.cost_model import Costs
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
@@ -31,6 +34,9 @@ from tidegate.config.checks.actor_layouts import allowed_layouts
 from tidegate.types import GpuId, Layout, Role
 
 COMMAND_DEADLINE_MS = 600_000
+_MOST_LOG = 50.0
+"""The largest logarithm of a mean before the cut. No job has so many tokens, and from 710 on the exponential is
+infinite."""
 
 
 def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
@@ -48,6 +54,8 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
     }
     held = {gpu for gpus in has.values() for gpu in gpus}
     others = allowed_layouts(scenario.actor_layouts, num_gpus=len(placement.cluster), **sharing(scenario))
+    law = population_law(scenario.lengths, lengths)
+    share = response_share(scenario, law)
     return JobSpec(
         placement={role: Placed(has[role], layouts[role]) for role in Role},
         num_iterations=1,
@@ -66,11 +74,11 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         layouts=others,
         costs=measured_costs(scenario.costs, _reshard(scenario)),
         rates=Rates(
-            _trainer_rates(scenario, layouts[Role.ACTOR], held),
-            scenario.costs.inference.rate_tokens_per_s,
-            by_layout=_rates_by_layout(scenario.costs, others),
+            _trainer_rates(scenario, layouts[Role.ACTOR], held, share),
+            scenario.costs.inference.rate_tokens_per_s * share,
+            by_layout=_rates_by_layout(scenario.costs, others, share),
         ),
-        lengths=population_law(scenario.lengths, lengths),
+        lengths=law,
     )
 
 
@@ -110,8 +118,27 @@ def _reshard(scenario: Scenario) -> ReshardCosts | None:
     )
 
 
-def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) -> tuple[tuple[int, float], ...]:
-    """(GPUs, tokens a second) of the trainer in three kinds of layouts, all with the configured size of a copy:
+def response_share(scenario: Scenario, law: LengthLaw) -> float:
+    """The share of responses in the tokens that the trainer and the inference compute."""
+    own, mean = scenario.lengths, mean_tokens(law)
+    others = scenario.algorithm.prompt_tokens + (own.mean_turns - 1) * own.observation_tokens
+    return mean / (mean + others)
+
+
+def mean_tokens(law: LengthLaw) -> float:
+    """The mean length of a response: of a lognormal variable that is cut at `max_tokens`."""
+    assert law.max_tokens is not None, "a scenario's lengths have a limit"
+    sigma = math.hypot(law.sigma_prompt, law.sigma_group)
+    normal, at = NormalDist(), (math.log(law.max_tokens) - law.log_mean) / sigma
+    # The exponent is below log(max_tokens) wherever the factor is above 0.
+    below = math.exp(min(law.log_mean + sigma**2 / 2, _MOST_LOG)) * normal.cdf(at - sigma)
+    return min(below, law.max_tokens) + law.max_tokens * (1 - normal.cdf(at))
+
+
+def _trainer_rates(
+    scenario: Scenario, home: Layout, gpus: Collection[GpuId], share: float
+) -> tuple[tuple[int, float], ...]:
+    """(GPUs, response tokens a second) of the trainer in three kinds of layouts, with the configured size of a copy:
 
     - the configured layout;
     - the largest layout on all of the job's GPUs;
@@ -124,22 +151,18 @@ def _trainer_rates(scenario: Scenario, home: Layout, gpus: Collection[GpuId]) ->
     named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in trainer.layout_efficiency]
     layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
     return tuple(
-        (layout.num_ranks, 1.0 / trainer.tokens_s(1.0, layout))
+        (layout.num_ranks, share / trainer.tokens_s(1.0, layout))
         for layout in sorted(layouts, key=lambda layout: layout.num_ranks)
     )
 
 
-def _rates_by_layout(costs: Costs, layouts: Collection[Layout]) -> tuple[tuple[Layout, float], ...]:
+def _rates_by_layout(costs: Costs, layouts: Collection[Layout], share: float) -> tuple[tuple[Layout, float], ...]:
     """The trainer's rates in kinds of copies of which some layout has an efficiency of its own."""
     trainer = costs.trainer
     known = {replace(layout, dp=1) for layout in layouts if str(layout) in trainer.layout_efficiency}
-    return tuple((layout, 1.0 / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known)
-
-
-def measured_rate(spec: JobSpec, costs: Costs, layout: Layout) -> TrainerRate:
-    """The trainer's rate in the layout. The copy with the most samples of a minibatch sets it."""
-    sequences = math.ceil(spec.num_prompts / spec.num_minibatches) * spec.group_size
-    return TrainerRate(layout, 1.0 / costs.trainer.tokens_s(1.0, layout) / imbalance(sequences, layout.dp))
+    return tuple(
+        (layout, share / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known
+    )
 
 
 def population_law(section: LengthSection, lengths: Lengths) -> LengthLaw:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simulator.predictions import COST_KEYS
+from simulator.predictions import COST_KEYS, PACED_PREFILL_SHARE
 from tidegate.config.sections.pace import PaceSection
 from tidegate.pace.costs import step_costs
 
@@ -17,4 +17,4 @@ def paced_costs(pace: PaceSection, *, num_policies: int) -> Mapping[str, float]:
     """The values by key, such as `engine.step_base_s`. `num_policies`: those that the inference computes."""
     steps = step_costs(pace, num_policies=num_policies)
     fields = {f"{section}.{name}": steps[own] for (section, name), own in COST_KEYS.items() if own in steps}
-    return {**fields, "engine.fresh_prefill_share": 1.0}
+    return {**fields, "engine.fresh_prefill_share": PACED_PREFILL_SHARE}

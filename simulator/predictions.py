@@ -2,9 +2,12 @@
 
 Times and lengths come from the config's `assumptions.costs` and `assumptions.lengths`, or from a scenario that was
 calibrated on a run. Reshards are planned for the job's model, unless the config sets `reshard_s` and no `weight_bytes`.
-A config has no length of prompts. The forecast assumes
+Where the length of prompts is not known, the forecast assumes
 
     prompt_tokens = PROMPT_SHARE * (max_seq_len - max_new_tokens)
+
+A job on modelled slots has the law of its pace, which knows a replica and not its waits for others. So its trainer has
+the micro-batches of the actor. Any other rate of a trainer is measured or assumed with those waits.
 
 The placement of the config comes first, then other splits of the same GPUs. No split occurs twice, and the job could
 start with each. A forecast starts nothing and reads only the named files.
@@ -34,10 +37,15 @@ from tidegate.config.gpu_lists import gpu_list
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.sections.costs import MEDIAN_SHARE
 from tidegate.config.sections.scheduler import POLICIES
+from tidegate.pace.costs import SYNC_S
 from tidegate.types import Role
 
 PROMPT_SHARE = 200 / 1024
 """The share in the published job: 200 assumed tokens of 1,024 legal ones."""
+PACED_PREFILL_SHARE = 1.0
+"""`costs.engine.fresh_prefill_share` of a job on modelled slots: the embedded engine shares no prompt's prefix."""
+PACED_KEYS = frozenset({"costs.engine.fresh_prefill_share", "costs.sync.fixed_s"})
+"""The costs that no key of a config sets, and that modelled slots have otherwise than the simulator's default."""
 AS_CONFIGURED = "as configured"
 COST_KEYS = {
     ("engine", "step_floor_s"): "decode_floor_s",
@@ -119,6 +127,8 @@ class PredictionBasis:
 
     `model` is the model that reshards move. None: each reshard takes `costs.switch.reshard_s`.
     `model_source` is the source of the model, or the reason why there is none.
+    `prompt_tokens` is the mean of the job's prompts. None: it is not known.
+    `token_cost` is that of the model in a micro-batch (`tidegate.megatron.packing`). 0: it is not known.
     """
 
     costs: Costs
@@ -126,10 +136,20 @@ class PredictionBasis:
     model: ModelSection | None
     model_source: str
     is_calibrated: bool
+    prompt_tokens: int | None = None
+    token_cost: int = 0
 
 
-def basis_of_config(config: JobConfig, model: ModelSection | None, *, unknown: str = "") -> PredictionBasis:
-    """The basis from the config's assumptions. `unknown` is the reason why there is no model.
+def basis_of_config(
+    config: JobConfig,
+    model: ModelSection | None,
+    *,
+    unknown: str = "",
+    prompt_tokens: int | None = None,
+    token_cost: int = 0,
+) -> PredictionBasis:
+    """The basis from the config's assumptions. `unknown` is the reason why there is no model. `prompt_tokens`,
+    `token_cost`: as in PredictionBasis.
 
     ScenarioError: a time or rate is out of the simulator's range.
     """
@@ -137,14 +157,32 @@ def basis_of_config(config: JobConfig, model: ModelSection | None, *, unknown: s
     if "reshard_s" in costs.model_fields_set and not costs.weight_bytes:
         model, unknown = None, "assumptions.costs.reshard_s is set"
     model_source = f"the config's, in {model.precision}" if model else f"each reshard takes reshard_s: {unknown}"
-    return PredictionBasis(_costs(config), _lengths(config), model, model_source, is_calibrated=False)
+    return PredictionBasis(
+        _costs(config),
+        _lengths(config),
+        model,
+        model_source,
+        is_calibrated=False,
+        prompt_tokens=prompt_tokens,
+        token_cost=token_cost,
+    )
 
 
 def basis_of_calibration(scenario: Scenario) -> PredictionBasis:
     """The basis from a calibrated scenario. It replaces the config's assumptions."""
     model, none = scenario.model, "each reshard takes reshard_s: the calibrated scenario names no model"
     model_source = f"the calibrated scenario, in {model.precision}" if model else none
-    return PredictionBasis(scenario.costs, scenario.lengths, model, model_source, is_calibrated=True)
+    own = scenario.algorithm
+    return PredictionBasis(
+        scenario.costs,
+        scenario.lengths,
+        model,
+        model_source,
+        is_calibrated=True,
+        # A calibration that found no sample has 0.
+        prompt_tokens=own.prompt_tokens or None if "prompt_tokens" in own.model_fields_set else None,
+        token_cost=own.micro_batches.token_cost if own.micro_batches else 0,
+    )
 
 
 def predictions(config: JobConfig, known: PredictionBasis) -> tuple[Prediction, ...]:
@@ -186,13 +224,28 @@ def scenario_of(config: JobConfig, known: PredictionBasis) -> Scenario:
                 "group_size": own.group_size,
                 "n_minibatches": own.n_minibatches,
                 "minibatch_order": own.minibatch_order,
-                "prompt_tokens": round(PROMPT_SHARE * (config.model.max_seq_len - own.max_new_tokens)),
+                "streams": config.actor.streams_minibatches,
+                "prompt_tokens": _assumed_prompt_tokens(config) if known.prompt_tokens is None else known.prompt_tokens,
+                "micro_batches": micro_batches_of(config, token_cost=known.token_cost),
             },
             "lengths": known.lengths.model_dump() | {"max_tokens": own.max_new_tokens},
             "scheduler": config.scheduler.model_dump(),
             "costs": known.costs.model_dump(),
         }
     )
+
+
+def micro_batches_of(config: JobConfig, *, token_cost: int) -> dict[str, int] | None:
+    """The section `algorithm.micro_batches` of the job's scenario. None for a job without pace."""
+    if config.cluster.pace is None:
+        return None
+    if config.actor.max_tokens_per_microbatch is None:
+        return {"max_sequences": config.actor.micro_batch_size}
+    return {"max_tokens": config.actor.max_tokens_per_microbatch, "token_cost": token_cost}
+
+
+def _assumed_prompt_tokens(config: JobConfig) -> int:
+    return round(PROMPT_SHARE * (config.model.max_seq_len - config.algorithm.max_new_tokens))
 
 
 def _predicted(start: Start, name: str, scenario: Scenario) -> Prediction:
@@ -210,10 +263,14 @@ def _named(name: str, config: JobConfig) -> Policy:
 
 
 def _costs(config: JobConfig) -> Costs:
-    """The costs that the scheduler's policies assume. Costs that only a simulation needs have its defaults."""
+    """The costs that the scheduler's policies assume. Costs that only a simulation needs have its defaults, or those of
+    modelled slots."""
     raw: dict[str, dict[str, Any]] = {
         "engine": {"gpus_per_engine": 1, "max_running": config.rollout.max_running_requests}
     }
+    if config.cluster.pace is not None:
+        raw["engine"]["fresh_prefill_share"] = PACED_PREFILL_SHARE
+        raw["sync"] = {"fixed_s": SYNC_S}
     for (section, name), own in COST_KEYS.items():
         raw.setdefault(section, {})[name] = getattr(config.assumptions.costs, own)
     try:

@@ -77,13 +77,19 @@ class Scenario(ScenarioSections):
 
     def workload(self, seed: int | None = None) -> Workload:
         """ScenarioError as `read_lengths`."""
+        return self.workload_of(self.read_lengths(seed))
+
+    def workload_of(self, lengths: Lengths) -> Workload:
+        own = self.algorithm
         return Workload(
-            lengths=self.read_lengths(seed),
-            n_minibatches=self.algorithm.n_minibatches,
-            prompt_tokens=self.algorithm.prompt_tokens,
-            minibatch_order=self.algorithm.minibatch_order,
-            streams=self.algorithm.streams,
+            lengths=lengths,
+            n_minibatches=own.n_minibatches,
+            prompt_tokens=own.prompt_tokens,
+            minibatch_order=own.minibatch_order,
+            streams=own.streams,
             carries_gradients=self.carries_gradients,
+            limits=own.micro_batches.limits() if own.micro_batches else None,
+            num_logical_shards=self.actor_num_logical_shards,
             observation_tokens=self.lengths.observation_tokens,
             environment_s=self.lengths.environment_s,
         )

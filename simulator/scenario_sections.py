@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from simulator.assumptions import Source
 from simulator.cost_model import Costs
@@ -14,6 +14,8 @@ from simulator.model import ModelSection
 from tidegate.config.base import Count, GpuList, Nodes, NonNegativeFloat, Positive, Section
 from tidegate.config.sections.job import AllowedLayoutSection, LayoutSection
 from tidegate.config.sections.scheduler import SchedulerSection
+from tidegate.megatron.batching import BatchLimits, Limits
+from tidegate.megatron.packing import PAD_MULTIPLE, PASS_POSITIONS, TokenCap
 from tidegate.types import GpuId, MinibatchOrder, NodeId, gpu_id
 
 
@@ -33,6 +35,30 @@ class ClusterSection(Section):
         return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
 
 
+class MicroBatchSection(Section):
+    """The limits of the trainer's micro-batches, one of the first two. As in a job's section `actor`."""
+
+    max_tokens: Annotated[int, Field(ge=PAD_MULTIPLE)] | None = None
+    """As `actor.max_tokens_per_microbatch`."""
+    max_sequences: Positive | None = None
+    """As `actor.micro_batch_size`."""
+    token_cost: Count = 0
+    """With `max_tokens`: what a row costs, by the model (`tidegate.megatron.packing`). 0: the model is not known, and
+    there are no more micro-batches than the cap needs."""
+
+    @model_validator(mode="after")
+    def _has_one_limit(self) -> MicroBatchSection:
+        if (self.max_tokens is None) == (self.max_sequences is None):
+            raise ValueError("micro_batches needs one of max_tokens and max_sequences: set one of them")
+        return self
+
+    def limits(self) -> Limits:
+        if self.max_tokens is None:
+            return BatchLimits(max_sequences=self.max_sequences)
+        pass_cost = PASS_POSITIONS * self.token_cost if self.token_cost else None
+        return TokenCap(self.max_tokens, self.token_cost, pass_cost)
+
+
 class AlgorithmSection(Section):
     """The defaults are those of the published 7B GRPO job."""
 
@@ -43,6 +69,9 @@ class AlgorithmSection(Section):
     streams: bool = True
     """Whether a minibatch starts when its first group arrives, instead of its last."""
     prompt_tokens: Annotated[Count, Source("A: prompts of mathematics, at most 1,024")] = 200
+    micro_batches: MicroBatchSection | None = None
+    """None: a trainer that streams trains each group at once, and shares its tokens evenly. Else a portion waits until
+    each replica gets a full micro-batch, and the replica with the most tokens sets its time."""
 
 
 class FaultSection(Section):

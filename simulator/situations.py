@@ -2,7 +2,7 @@
 
 A situation has the reports that the components of a real job would have made. It has this iteration's measurements, and
 those of earlier iterations for the rest. It never has the length of an unfinished response. Measurements are exact:
-- the trainer's rate in a layout, after training in it;
+- the trainer's rate in a layout, after training in it, in response tokens as that of the inference;
 - the fixed part of a minibatch, after the first minibatch;
 - the rate of inference, after the first group.
 GPUs that change their holder, and GPUs promised to a component that cannot take them yet, are `moving`.
@@ -15,12 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.policy.situation import Inference, Situation, Trainer
-from services.scheduler.state.observed import CUT, ENDED, Engine, Generation, Inferring, Training
+from services.scheduler.state.observed import CUT, ENDED, Engine, Generation, Inferring, TrainerRate, Training
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
-from simulator.job_spec import measured_rate
 from simulator.scenario import Scenario
 from simulator.workload import Workload
 from simulator.world import World
@@ -69,15 +68,22 @@ class Situations:
 
     def training(self, world: World) -> Training:
         trainer = world.trainer
-        rates = (measured_rate(self._spec, self._costs, layout) for layout in trainer.trained_in)
         return Training(
             num_minibatches_done=trainer.minibatch,
             num_taken=len(trainer.trained) + len(trainer.taken),
             is_at_boundary=trainer.is_at_boundary,
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
-            measured=tuple(rates),
+            measured=self._rates(world),
             update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
             portion_ends_at_ms=None if trainer.portion_ends_at_s is None else to_ms(trainer.portion_ends_at_s),
+        )
+
+    def _rates(self, world: World) -> tuple[TrainerRate, ...]:
+        """By layout, with the waits of replicas for the busiest one."""
+        share, tokens_s = world.workload.response_share, self._costs.trainer.tokens_s
+        return tuple(
+            TrainerRate(layout, share / tokens_s(1.0, layout) / (measured.seconds / measured.even_s))
+            for layout, measured in world.trainer.trained_in.items()
         )
 
 
@@ -89,8 +95,8 @@ def to_ms(at_s: float) -> int:
 def inferring(world: World) -> Inferring:
     trainer = world.trainer
     ready = (*trainer.trained, *(group for group, _ in trainer.taken), *(group for group, _ in trainer.ready))
-    rate = world.costs.inference.rate_tokens_per_s if world.inference.has_computed else None
-    return Inferring(ready, world.inference.is_busy, rate)
+    rate = world.costs.inference.rate_tokens_per_s * world.workload.response_share
+    return Inferring(ready, world.inference.is_busy, rate if world.inference.has_computed else None)
 
 
 def _engine(engine: SimulatedEngine) -> Engine:

@@ -7,30 +7,36 @@ Order at a boundary between two optimizer steps:
    run on them.
 3. The next minibatch starts, unless training is held.
 
-With carried gradients a waiting resize whose GPUs are free begins between two groups, too. While it waits for GPUs,
+With carried gradients a waiting resize whose GPUs are free begins between two portions, too. While it waits for GPUs,
 the minibatch goes on. A resize to no GPUs waits for its end: without ranks nobody has the gradients.
 
-With `arrival` a minibatch takes groups in the order of their arrival, with `fixed` by their numbers. Its sequences are
-split over the data-parallel ranks as evenly as possible, and the rank with the most sequences sets its time.
+With `arrival` a minibatch takes groups in the order of their arrival. With `fixed` it takes them by their numbers, and
+none before all that come before it. It trains them in portions (`simulator.portions`), and the data-parallel replica
+with the most tokens of a portion sets its time.
 
 Invariants:
 - Each group is trained once, also after a death, which repeats only the uncommitted minibatch.
   [test_simulator: every_sequence_ends_once]
 - Without carried gradients a minibatch is trained on one layout. [test_world: resized_between_two_optimizer_steps]
 - With them it goes on in the new layout, and no group is trained again. [test_world: resized_between_two_groups]
+- With `fixed` a group waits for those before it. [test_portions: in_fixed_order_a_group_waits]
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from services.actor.portions import Portion
 from simulator.clock import Due
-from simulator.cost_model import Costs, imbalance
+from simulator.cost_model import Costs
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.model import ModelSection
+from simulator.portions import Portions
 from simulator.reshard_costs import change_of, moved_bytes
 from simulator.workload import Workload
 from tidegate.types import GpuId, Layout, MinibatchOrder
@@ -44,29 +50,43 @@ class Resize:
     layout: Layout | None
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The time of portions without the fixed part of an update. `even_s`: if replicas had shared them evenly."""
+
+    even_s: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.even_s + other.even_s, self.seconds + other.seconds)
+
+
 class Trainer:
     """The trainer ends the iteration after `n_minibatches` optimizer steps and one weight sync."""
 
     def __init__(self, workload: Workload, costs: Costs, shared: Shared, model: ModelSection | None = None) -> None:
         """`model` is the model that reshards move. None: every reshard takes the published time."""
         self._workload, self._costs, self._shared, self._model = workload, costs, shared, model
+        self._portions = Portions(workload, costs.trainer)
         self.gpus: tuple[GpuId, ...] = ()
         self.layout: Layout | None = None
         self.ready: list[tuple[int, int]] = []
-        """(group, tokens) of groups with log-probabilities that no minibatch has taken."""
+        """(group, tokens) of groups with log-probabilities that no minibatch has taken, in the order of training."""
         self.minibatch = 0
         self.taken: list[tuple[int, int]] = []
         """(group, tokens) in the open minibatch."""
         self.trained: list[int] = []
         """The groups in committed minibatches, in the order of training."""
-        self.trained_in: list[Layout] = []
-        """The layouts with a measured rate: after the first group if it streams, else after the first minibatch."""
+        self.trained_in: dict[Layout, Measured] = {}
+        """The layouts with a measured rate: after the first portion if it streams, else after the first minibatch."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
         """The end of the open minibatch, known once its last group is taken."""
         self.portion_ends_at_s: float | None = None
-        """The end of the group that is trained."""
+        """The end of the portion that is trained."""
+        self._num_bundles = 0
+        """The bundles of the open minibatch."""
         self._busy: Due | None = None
         self._resizing: tuple[Due, Resize] | None = None
         self._has_died = False
@@ -111,7 +131,10 @@ class Trainer:
         self.go()
 
     def add(self, group: int, num_tokens: int) -> None:
-        self.ready.append((group, num_tokens))
+        if self._workload.minibatch_order is MinibatchOrder.FIXED:
+            bisect.insort(self.ready, (group, num_tokens))
+        else:
+            self.ready.append((group, num_tokens))
         self.go()
 
     def go(self) -> None:
@@ -128,8 +151,8 @@ class Trainer:
                 return
         if not self.taken and (self.waiting_resize is not None or not self._may_open()):
             return
-        if self.gpus and not self.is_done and (at := self._next()) is not None:
-            self._train(at)
+        if self.gpus and not self.is_done and (portion := self._next()) is not None:
+            self._train(portion)
 
     def lose(self, gpu: GpuId, others: tuple[GpuId, ...]) -> None:
         """React to the loss of one of the trainer's GPUs. The trainer releases `others`, which it still holds."""
@@ -138,7 +161,7 @@ class Trainer:
                 due.is_cancelled = True
         again = len(self.taken)
         self.ready[:0] = self.taken
-        self.taken, self.gpus, self.layout = [], (), None
+        self.taken, self._num_bundles, self.gpus, self.layout = [], 0, (), None
         self._busy = self._resizing = self.closes_at_s = self.portion_ends_at_s = None
         self._has_died = True
         self._with_groups.clear()
@@ -209,45 +232,50 @@ class Trainer:
             self._shared.freed()
         self.go()
 
-    def _members(self) -> list[int]:
-        """The positions in `ready` of the groups that this minibatch may take."""
+    def _in_order(self) -> Sequence[int]:
+        """The groups in `ready` that may be trained now, in the order of training."""
+        groups = [group for group, _ in self.ready]
         if self._workload.minibatch_order is MinibatchOrder.ARRIVAL:
-            return list(range(len(self.ready)))
-        sizes = self._workload.minibatch_sizes
-        first = sum(sizes[: self.minibatch])
-        own = range(first, first + sizes[self.minibatch])
-        return [at for at, (group, _) in enumerate(self.ready) if group in own]
+            return groups
+        first = len(self.trained) + len(self.taken)
+        num_following = next((at for at, group in enumerate(groups) if group != first + at), len(groups))
+        return groups[:num_following]
 
-    def _next(self) -> int | None:
-        return next(iter(self._members()), None)
+    def _next(self) -> Portion | None:
+        assert self.layout is not None, "a trainer with GPUs has a layout"
+        num_missing = self._workload.minibatch_sizes[self.minibatch] - len(self.taken)
+        return self._portions.next(self._in_order(), num_missing=num_missing, layout=self.layout)
 
     def _may_open(self) -> bool:
-        if self.is_done or not self.gpus or self._now < self.held_until_s:
-            return False
-        needed = 1 if self._workload.streams else self._workload.minibatch_sizes[self.minibatch]
-        return len(self._members()) >= needed
+        return not self.is_done and bool(self.gpus) and self._now >= self.held_until_s
 
-    def _train(self, at: int) -> None:
+    def _train(self, portion: Portion) -> None:
         assert self.layout is not None, "a trainer with GPUs has a layout"
         if not self.taken:
             self._shared.report(What.MINIBATCH_STARTED, self.minibatch)
-        group, num_tokens = self.ready.pop(at)
-        self.taken.append((group, num_tokens))
+        groups = self.ready[: len(portion.prompts)]
+        del self.ready[: len(groups)]
+        self.taken += groups
         size = self._workload.minibatch_sizes[self.minibatch]
-        uneven = imbalance(size * self._workload.group_size, self.layout.dp)
-        seconds = self._costs.trainer.tokens_s(num_tokens, self.layout) * uneven
-        if is_last := len(self.taken) == size:
+        unevenness = self._portions.unevenness(portion, size=size, first_bundle=self._num_bundles, layout=self.layout)
+        self._num_bundles += len(portion.bundle_sizes)
+        even_s = self._costs.trainer.tokens_s(sum(tokens for _, tokens in groups), self.layout)
+        seconds = even_s * unevenness
+        measured = Measured(even_s, seconds)
+        if portion.is_last:
             seconds += self._costs.trainer.fixed_s
             self.closes_at_s = self._now + seconds
             self._shared.report(What.MINIBATCH_CLOSED, self.minibatch, size)
         self.portion_ends_at_s = self._now + seconds
-        self._busy = self._shared.clock.schedule(self._now + seconds, partial(self._trained, is_last))
+        ended = partial(self._trained, measured, is_last=portion.is_last)
+        self._busy = self._shared.clock.schedule(self._now + seconds, ended)
 
-    def _trained(self, is_last: bool) -> None:
+    def _trained(self, measured: Measured, *, is_last: bool) -> None:
         self._busy = self.portion_ends_at_s = None
         assert self.layout is not None, "a trainer with GPUs has a layout"
-        if (is_last or self._workload.streams) and self.layout not in self.trained_in:
-            self.trained_in.append(self.layout)
+        if is_last or self._workload.streams:
+            before = self.trained_in.get(self.layout, Measured())
+            self.trained_in[self.layout] = before + measured
         if is_last:
             self._commit()
         else:
@@ -256,7 +284,7 @@ class Trainer:
     def _commit(self) -> None:
         num_tokens = sum(tokens for _, tokens in self.taken)
         self.trained.extend(group for group, _ in self.taken)
-        self.taken, self.closes_at_s = [], None
+        self.taken, self._num_bundles, self.closes_at_s = [], 0, None
         self._shared.report(What.MINIBATCH_FINISHED, self.minibatch, num_tokens)
         self.minibatch += 1
         if self.is_done:

@@ -14,7 +14,8 @@ from itertools import accumulate
 
 from simulator.cost_model import even_split
 from simulator.engines import Sequence
-from simulator.lengths import Lengths
+from simulator.lengths import Lengths, Turns
+from tidegate.megatron.batching import Limits
 from tidegate.types import MinibatchOrder
 
 
@@ -28,6 +29,12 @@ class Workload:
     """Whether a minibatch starts when its first group has log-probabilities, instead of its last."""
     carries_gradients: bool = False
     """Whether a waiting resize begins between two groups of an open minibatch, which then goes on in the new layout."""
+    limits: Limits | None = None
+    """The limits of the trainer's micro-batches. None: an ideal trainer (`simulator.portions`)."""
+    num_logical_shards: int | None = None
+    """As `actor.num_logical_shards` of a job."""
+    response_share: float = 1.0
+    """The share of responses in all tokens, as earlier iterations have measured it."""
     observation_tokens: int = 0
     environment_s: float = 0.0
 
@@ -43,6 +50,14 @@ class Workload:
     def minibatch_sizes(self) -> tuple[int, ...]:
         """The number of groups in each minibatch."""
         return even_split(self.num_groups, self.n_minibatches)
+
+    def num_tokens(self, turns: Turns) -> int:
+        """The tokens of a sequence with these turns: those that the inference scores and the trainer trains."""
+        return self.prompt_tokens + sum(turns) + (len(turns) - 1) * self.observation_tokens
+
+    def sequence_tokens(self, group: int) -> tuple[int, ...]:
+        """The tokens of each sequence of the group, as `num_tokens`."""
+        return tuple(map(self.num_tokens, self.lengths.turns[group]))
 
     def sequences(self) -> Iterator[Sequence]:
         """New sequences without generated tokens."""

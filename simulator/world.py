@@ -78,7 +78,7 @@ class World:
         faults: Iterable[Fault] = (),
         model: ModelSection | None = None,
     ) -> None:
-        self.costs = costs
+        self.workload, self.costs = workload, costs
         self.history: list[Happening] = []
         self._clock = Clock()
         self.gpus = Gpus(placement.cluster)

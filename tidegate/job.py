@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from tidegate.attempts import AttemptFolder, newest_attempt
 from tidegate.config.checks.actor_layouts import policy_layouts
@@ -163,6 +164,14 @@ class Job:
     """Gives the model's shape and its first weights. None: the first weights are drawn at random."""
     torch_dist: TorchDistCheckpoint | None = None
     """The source of the first weights in place of `checkpoint`."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The mean tokens of a prompt of the first iteration. None for a job on `data`, whose files it would read."""
+        if self.task is None:
+            return None
+        prompts = map(self.task.prompt, range(self.config.algorithm.prompts_per_iteration))
+        return round(fmean(len(self.tokenizer.encode_prompt(prompt.text)) for prompt in prompts))
 
     @property
     def padded_vocab(self) -> int:

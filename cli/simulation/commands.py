@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cli.rows import Form, Row, table, written
@@ -44,6 +44,7 @@ from tidegate.config.files import SourcedConfig, load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.layers import is_override
 from tidegate.config.reading.origins import with_origins
+from tidegate.megatron.packing import token_cost
 from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
@@ -99,9 +100,15 @@ def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[Predicti
         except ScenarioError as error:
             faults = "; ".join(str(error).splitlines())
             raise ConfigError(f"{args.calibrated} does not fit job {config.job}: {faults}") from error
-    model, unknown = _model(config)
+    files = _read_files(config)
     try:
-        known = basis_of_config(config, model, unknown=unknown)
+        known = basis_of_config(
+            config,
+            files.model,
+            unknown=files.unknown,
+            prompt_tokens=files.prompt_tokens,
+            token_cost=files.token_cost,
+        )
         return known, predictions(config, known)
     except ScenarioError as error:
         raise ConfigError(with_origins(with_config_keys(str(error)), sourced.layer)) from error
@@ -113,8 +120,9 @@ def calibrate(args: argparse.Namespace) -> int:
         run = joined([recorded(folder) for folder in args.folders])
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
-    model, unknown = _model(run.config)
-    fitted, phases = calibration.fitted_values(run, model), phase_errors.of_run(run)
+    files = _read_files(run.config)
+    fitted = calibration.fitted_values(run, files.model, token_cost=files.token_cost)
+    phases, unknown = phase_errors.of_run(run), files.unknown
     rows = [asdict(each) for each in fitted]
     match args.form:
         case "json":
@@ -129,16 +137,30 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(config: JobConfig) -> tuple[ModelSection | None, str]:
-    """None and the reason, where the checkpoint or the tokenizer is not on this machine, or the model has experts."""
+@dataclass(frozen=True, slots=True)
+class _JobFiles:
+    """What the files that a config names say of the job. `unknown`: why there is no model. The rest: as in
+    PredictionBasis."""
+
+    model: ModelSection | None
+    unknown: str = ""
+    prompt_tokens: int | None = None
+    token_cost: int = 0
+
+
+def _read_files(config: JobConfig) -> _JobFiles:
+    """Without a model where the checkpoint or the tokenizer is not on this machine, or the model has experts."""
     # Import here: it opens tokenizers, which takes most of a second to import.
     from tidegate.job import load_job
 
+    known = _JobFiles(None)
     try:
         job = load_job(config)
-        return ModelSection.of(job.model, padded_vocab=job.padded_vocab, precision=config.actor.precision), ""
+        known = _JobFiles(None, prompt_tokens=job.prompt_tokens, token_cost=token_cost(job.model))
+        model = ModelSection.of(job.model, padded_vocab=job.padded_vocab, precision=config.actor.precision)
+        return replace(known, model=model)
     except ValueError as error:
-        return None, "; ".join(str(error).splitlines())
+        return replace(known, unknown="; ".join(str(error).splitlines()))
 
 
 def _simulate(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:

@@ -14,6 +14,7 @@ from simulator.predictions import (
     AS_CONFIGURED,
     COST_KEYS,
     LENGTH_KEYS,
+    PACED_KEYS,
     PROMPT_SHARE,
     Prediction,
     PredictionBasis,
@@ -30,6 +31,11 @@ ROW_COLUMNS = ("placement", "actor", "rollout", "inference", "policy", "seconds"
 DEFAULT = "default"
 SIMULATORS = "the simulator's default"
 """The source shown for a value that no config key sets. A calibrated scenario may set it."""
+PACED = "modelled slots"
+"""The source shown for a value of `PACED_KEYS` in a job on modelled slots."""
+_ASSUMED_PROMPTS = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
+_PROMPTS_SOURCE = {False: "the task's prompts", True: "the calibrated scenario"}
+"""By whether the job was calibrated."""
 _MOVES = {True: "reshard_setup_s, communicators_s", False: "reshard_s"}
 """The keys that price a reshard, beside its bytes. True: the reshard has a plan."""
 DEFAULT_NOTE = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
@@ -113,10 +119,12 @@ def assumptions(config: JobConfig, given: Layer, known: PredictionBasis) -> Iter
     for own in used_assumptions(scenario):
         if own.key.startswith(("costs.", "lengths.")) and own.key not in _said_by_config(known):
             key, source = _named(own.key, given, known)
+            if source == SIMULATORS and own.key in PACED_KEYS and config.cluster.pace is not None:
+                source = PACED
             yield {"key": key, "value": own.value, "source": source}
     size = known.model.num_parameters if known.model else None
     yield {"key": "model.num_parameters", "value": size, "source": known.model_source}
-    source = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
+    source = _PROMPTS_SOURCE[known.is_calibrated] if known.prompt_tokens is not None else _ASSUMED_PROMPTS
     yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": source}
 
 

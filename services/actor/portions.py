@@ -22,10 +22,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
-from services.actor.minibatches import MinibatchAssembly
 from tidegate.megatron.batching import Limits
 from tidegate.megatron.bundles import Bundles, bundles_of
+
+PORTION_S = 2.0
+"""Where a resize carries gradients, a portion is cut to take no longer, as far as each rank has work. That is about as
+long as two cold switches; shorter portions deal the work less evenly (record 0034)."""
+
+
+class Assembly(Protocol):
+    """The groups that have come for the open minibatch, in the order of their training."""
+
+    @property
+    def joining(self) -> tuple[int, ...]:
+        """The prompts that may join it now, up to the one that fills it."""
+
+    @property
+    def is_filled_by_joining(self) -> bool:
+        """Whether it is full with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Portion:
 
 
 def next_portion(
-    assembly: MinibatchAssembly,
+    assembly: Assembly,
     lengths: Mapping[int, Sequence[int]],
     limits: Limits,
     *,

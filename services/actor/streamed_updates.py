@@ -24,15 +24,11 @@ from collections.abc import Iterable, Sequence
 from services.actor.all_ranks import AllRanks
 from services.actor.iteration_state import BegunMinibatch, IterationState, update_report, update_samples
 from services.actor.lr import LrUpdate
-from services.actor.portions import Portion, next_portion
+from services.actor.portions import PORTION_S, Portion, next_portion
 from services.actor.settings import limits_of
 from tidegate.job import Job
 from tidegate.v1 import samples_pb2
 from tidegate.v1 import workers_pb2 as wire
-
-PORTION_S = 2.0
-"""Where a resize carries gradients, a portion is cut to take no longer, as far as each rank has work. That is about as
-long as two cold switches; shorter portions deal the work less evenly (record 0034)."""
 
 
 class StreamedUpdates:

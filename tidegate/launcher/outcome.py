@@ -118,17 +118,20 @@ class Outcome:
 def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
     """The duration of each iteration, up to the actor's report.
 
-    It begins at the report of the iteration before. The first iteration of an incarnation begins when its weights were
-    loaded.
+    It begins at the report of the iteration before. The first iteration of an incarnation begins when each component
+    that loads its weights has done so once. GPUs that come within the iteration load them again.
     """
     seconds: dict[int, float] = {}
     began_ns: dict[int, int] = {}
     with_reports: set[int] = set()
+    loaded: set[tuple[int, int]] = set()
+    """(incarnation, role) of the components that have loaded weights."""
     for event in events:
         at_ns, incarnation = event.occurred_unix_ns, event.incarnation
         match event.WhichOneof("body"):
-            case "weights_loaded" if incarnation not in with_reports:
+            case "weights_loaded" if incarnation not in with_reports and (incarnation, event.role) not in loaded:
                 began_ns[incarnation] = at_ns
+                loaded.add((incarnation, event.role))
             case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
                 seconds[event.iteration] = (at_ns - began_ns.get(incarnation, at_ns)) / _NS_PER_S
                 began_ns[incarnation] = at_ns

@@ -1,7 +1,7 @@
 """The costs that follow from a pace's law, by the keys of the config's `assumptions.costs`. Pure; nothing is fitted.
 
 The law gives the duration of every modelled step. Switches are not modelled: they take the time that they take here.
-`SWITCHES` has their assumed times, measured on one machine.
+`SWITCHES` and `SYNC_S` have their assumed times, measured on one machine.
 
 Invariants:
 - With these costs a policy foresees each step as the law has it. [test_costs: foresees_each_step]
@@ -29,6 +29,9 @@ SWITCHES: Mapping[str, float] = {
 }
 """Measured, in seconds: the demo's model on CPU slots of 2 cores. `time_scale` does not change them: moves are really
 made. The config's defaults hold for 64 GPUs and a 7B model: with them no move would pay in a short iteration."""
+SYNC_S = 0.3
+"""The seconds from an iteration's last update to the first token of the next: save, publish, load. Measured as
+`SWITCHES`: 0.04 to 0.2 without moves, and 0.5 to 1.0 where slots go home first."""
 
 
 def step_costs(pace: PaceSection, *, num_policies: int) -> Mapping[str, float]:

@@ -8,7 +8,10 @@ from statistics import mean
 import pytest
 
 from benchmarks.iteration import Measured, cases_of, config_of, forecast_s, ratios, true_scenario
+from services.actor.settings import limits_of
+from tidegate.job import load_job
 from tidegate.length_law import drawn_length
+from tidegate.pace.costs import SYNC_S
 from tidegate.types import SampleId
 
 
@@ -30,6 +33,17 @@ def test_the_forecast_has_the_lengths_that_the_job_draws_and_a_long_tail(tmp_pat
         assert found == want
         every = [length for group in want for length in group]
         assert max(every) > 8 * mean(every)
+
+
+def test_the_forecast_has_the_prompts_the_sync_and_the_micro_batches_of_the_job(tmp_path: Path) -> None:
+    config = config_of(())
+    job, scenario = load_job(config), true_scenario(config, 0, tmp_path)
+    assert job.task is not None
+    prompts = range(config.algorithm.prompts_per_iteration * config.algorithm.iterations)
+    counts = {len(job.tokenizer.encode_prompt(job.task.prompt(number).text)) for number in prompts}
+    assert counts == {scenario.algorithm.prompt_tokens}
+    assert scenario.costs.sync.sync_s == SYNC_S
+    assert scenario.workload(0).limits == limits_of(config.actor, job.model)
 
 
 def test_the_best_static_split_is_one_that_the_job_can_start_with_and_forecast_to_be_faster(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from services.scheduler.state.remembered import Remembered, as_configured
 from services.scheduler.state.values import JobSpec
 from simulator.happenings import What
 from simulator.iteration import SimulatedIteration
+from simulator.job_spec import response_share
 from simulator.scenario import parse_scenario
 
 SMALL = parse_scenario(
@@ -86,12 +87,14 @@ def test_measurements_are_true_whatever_rates_the_policy_sees(directly: bool) ->
     assert first.trainer.training.measured == ()
     assert first.trainer.training.update_s is None
     assert first.inference.measured_tokens_per_s_per_gpu is None
-    assert last.inference.measured_tokens_per_s_per_gpu == SMALL.costs.inference.rate_tokens_per_s
+    share = response_share(SMALL, first.lengths)
+    assert share < 1
+    assert last.inference.measured_tokens_per_s_per_gpu == SMALL.costs.inference.rate_tokens_per_s * share
     assert last.trainer.training.update_s == SMALL.costs.trainer.fixed_s
     trained_in = [each.layout for each in last.trainer.training.measured]
     assert trained_in
     even = [layout.num_ranks for layout in trained_in if 32 % layout.dp == 0]
-    want = [SMALL.costs.trainer.rate(size) for size in even]
+    want = [SMALL.costs.trainer.rate(size) * share for size in even]
     found = [trainer_curve(each).tokens_per_s(np.array(even), copy_size=1) for each in (first, last)]
     assert found[0] == pytest.approx([2 * rate for rate in want], rel=1e-5)
     assert found[1] == pytest.approx(want, rel=1e-5)

@@ -46,11 +46,18 @@ def outcome(*rows: control_pb2.IterationSummary) -> Outcome:
     return Outcome(End.FINISHED, "done", seed=3, wall_s=1.5, job=status, timeline="t.json", seconds={0: 0.5})
 
 
-def event(body: object, at_s: float, *, incarnation: int = 1, iteration: int = 0) -> events_pb2.Event:
+def event(
+    body: object,
+    at_s: float,
+    *,
+    incarnation: int = 1,
+    iteration: int = 0,
+    role: types_pb2.Role.ValueType = types_pb2.ROLE_ACTOR,
+) -> events_pb2.Event:
     made = events_pb2.Event(
         incarnation=incarnation,
         iteration=iteration,
-        role=types_pb2.ROLE_ACTOR,
+        role=role,
         occurred_unix_ns=int(at_s * 1e9),
     )
     field = {"WeightsLoaded": made.weights_loaded, "IterationReported": made.iteration_reported}[type(body).__name__]
@@ -125,3 +132,15 @@ def test_an_iteration_lasts_from_the_report_before_it_or_from_the_weights_it_beg
         event(reported, 31.0, incarnation=2, iteration=1),
     ]
     assert iteration_seconds(history) == {0: 2.0, 1: 1.0}
+
+
+def test_gpus_that_load_weights_within_the_first_iteration_do_not_begin_it_again() -> None:
+    """Recorded under `tide`: a copy of the inference came after 4 seconds."""
+    loaded, reported = events_pb2.WeightsLoaded(), events_pb2.IterationReported()
+    history = [
+        event(loaded, 10.0, role=types_pb2.ROLE_ROLLOUT),
+        event(loaded, 10.5, role=types_pb2.ROLE_INFERENCE),
+        event(loaded, 14.5, role=types_pb2.ROLE_INFERENCE),
+        event(reported, 40.5),
+    ]
+    assert iteration_seconds(history) == {0: 30.0}

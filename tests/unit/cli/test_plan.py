@@ -10,6 +10,7 @@ import pytest
 
 from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
+from simulator.cost_model import SyncCosts
 from simulator.iteration import SimulatedIteration
 from simulator.model import ModelSection
 from simulator.predictions import (
@@ -23,9 +24,11 @@ from simulator.predictions import (
 )
 from simulator.run import simulate
 from simulator.scenario import parse_scenario
+from simulator.scenario_sections import MicroBatchSection
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.config.sections.scheduler import POLICIES
+from tidegate.pace.costs import SYNC_S
 from tidegate.types import Layout
 
 EIGHT = {"nodes": {"n0": 8}, "component_placement": {"actor": "0-3", "rollout": "4-6", "inference": 7}}
@@ -76,6 +79,42 @@ def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Pa
     assert (scenario.lengths.median_tokens, scenario.lengths.max_tokens) == (12, 60)
     assert (scenario.algorithm.prompts_per_iteration, scenario.algorithm.group_size) == (2, 2)
     assert scenario.costs.engine.gpus_per_engine == 1
+
+
+def test_a_job_on_modelled_slots_has_their_sync_and_the_micro_batches_of_its_actor(tmp_path: Path) -> None:
+    raw = small(tmp_path)
+    raw["actor"]["streams_minibatches"] = False
+    plain = parse_config(raw)
+    found = scenario_of(plain, basis_of_config(plain, None, token_cost=7))
+    assert (found.costs.sync, found.costs.engine.fresh_prefill_share) == (SyncCosts(), 0.25)
+    assert (found.algorithm.micro_batches, found.algorithm.streams) == (None, False)
+    raw["cluster"]["pace"] = {"cores_per_slot": 0.01}
+    raw["actor"] |= {"max_tokens_per_microbatch": 64, "streams_minibatches": True}
+    paced = parse_config(raw)
+    found = scenario_of(paced, basis_of_config(paced, None, token_cost=7))
+    assert (found.costs.sync.sync_s, found.costs.engine.fresh_prefill_share) == (SYNC_S, 1.0)
+    assert found.algorithm.micro_batches == MicroBatchSection(max_tokens=64, token_cost=7)
+    assert found.algorithm.streams
+
+
+def test_prompts_have_the_tokens_of_the_task_or_of_the_calibrated_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prompts(*more: str) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = json.loads(planned(tmp_path, capsys, "-o", "json", *more))["assumptions"]
+        (row,) = [row for row in rows if row["key"] == "prompt_tokens"]
+        return row
+
+    assert prompts() == {"key": "prompt_tokens", "value": 5, "source": "the task's prompts"}
+    (path := tmp_path / "fitted.yaml").write_text(
+        "cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\n"
+        "algorithm: {prompt_tokens: 7}\n"
+        "lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}\n"
+        "costs: {engine: {gpus_per_engine: 1}}\n"
+    )
+    assert prompts("--calibrated", str(path))["value"] == 7
+    path.write_text(path.read_text().replace("prompt_tokens: 7", "prompt_tokens: 0"))
+    assert prompts("--calibrated", str(path))["source"].startswith("0.20 of what")
 
 
 def test_a_reproducible_job_is_predicted_with_numbers_of_copies_that_divide_its_shards(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from simulator.lengths import LengthSection, draw_lengths
 from simulator.workload import Workload
 from simulator.world import Placement, World
 from tests.component_bench import job_config
+from tidegate.megatron.batching import Limits
 from tidegate.recorded import Minibatch, RecordedIteration, RecordedRun
 from tidegate.types import MinibatchOrder, Role
 
@@ -33,8 +34,10 @@ TRUTH = Costs(
 )
 
 
-def recorded_run(tmp_path: Path, costs: Costs = TRUTH, *, num_iterations: int = 8) -> RecordedRun:
-    """A job of 16 groups of 8 on two nodes. The simulator makes its iterations."""
+def recorded_run(
+    tmp_path: Path, costs: Costs = TRUTH, *, num_iterations: int = 8, limits: Limits | None = None
+) -> RecordedRun:
+    """A job of 16 groups of 8 on two nodes. The simulator makes its iterations, with these limits of micro-batches."""
     algorithm = {"prompts_per_iteration": 16, "group_size": 8, "n_minibatches": 4, "iterations": num_iterations}
     config = job_config(tmp_path, algorithm=algorithm, actor={"streams_minibatches": False})
     has = {role: config.placement(role) for role in Role}
@@ -46,7 +49,7 @@ def recorded_run(tmp_path: Path, costs: Costs = TRUTH, *, num_iterations: int = 
     iterations = []
     for _ in range(num_iterations):
         lengths = draw_lengths(law, num_prompts=16, group_size=8, rng=rng)
-        workload = Workload(lengths, 4, PROMPT_TOKENS, MinibatchOrder.FIXED, streams=False)
+        workload = Workload(lengths, 4, PROMPT_TOKENS, MinibatchOrder.FIXED, streams=False, limits=limits)
         iterations.append(iteration_of(World(workload, costs, placement), costs))
     return RecordedRun(config, PROMPT_TOKENS, costs.engine.kv_capacity_tokens, tuple(iterations))
 

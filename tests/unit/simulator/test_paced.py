@@ -15,6 +15,8 @@ from simulator.paced import paced_costs
 from tests.unit.simulator.simulated_recording import recorded_run
 from tidegate.config.sections.costs import CostsSection
 from tidegate.config.sections.pace import PaceSection
+from tidegate.megatron.batching import BatchLimits
+from tidegate.megatron.packing import TokenCap
 from tidegate.pace.costs import SWITCHES, with_paced_costs
 from tidegate.pace.law import PaceLaw
 from tidegate.types import Layout
@@ -54,7 +56,7 @@ def test_a_calibration_of_a_paced_job_takes_its_law_and_fits_only_the_rest(tmp_p
             "sync": truth.sync.model_copy(update={"fixed_s": 0.7}),
         }
     )
-    run = recorded_run(tmp_path, truth, num_iterations=3)
+    run = recorded_run(tmp_path, truth, num_iterations=3, limits=BatchLimits(max_sequences=16))
     cluster = run.config.cluster.model_copy(update={"pace": PACE})
     assumed = with_paced_costs(CostsSection(), PACE, num_policies=1)
     assumptions = run.config.assumptions.model_copy(update={"costs": assumed})
@@ -66,3 +68,15 @@ def test_a_calibration_of_a_paced_job_takes_its_law_and_fits_only_the_rest(tmp_p
         for name, value in want_values.items():
             assert got_values[name] == pytest.approx(value, rel=1e-3), (section, name)
     assert got.sync.fixed_s == pytest.approx(0.7, rel=0.05)
+
+
+def test_a_calibration_has_the_micro_batches_of_a_paced_job_alone(tmp_path: Path) -> None:
+    """The fitted rate of another job's trainer contains the waits of replicas."""
+    run = recorded_run(tmp_path, num_iterations=2)
+    assert scenario_of(fitted_values(run)).algorithm.micro_batches is None
+    cluster = run.config.cluster.model_copy(update={"pace": PACE})
+    for capped, want in ((None, BatchLimits(max_sequences=16)), (256, TokenCap(256, 7, 256 * 7))):
+        actor = run.config.actor.model_copy(update={"max_tokens_per_microbatch": capped})
+        config = run.config.model_copy(update={"cluster": cluster, "actor": actor})
+        found = scenario_of(fitted_values(replace(run, config=config), token_cost=7))
+        assert found.workload().limits == want

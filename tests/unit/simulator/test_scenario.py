@@ -10,6 +10,8 @@ from simulator.faults import EngineFault, GpuFault, LateFault, NodeFault
 from simulator.happenings import What
 from simulator.scenario import ScenarioError, load_scenario
 from simulator.used_assumptions import used_assumptions
+from tidegate.megatron.batching import BatchLimits, Limits
+from tidegate.megatron.packing import TokenCap
 from tidegate.types import GpuId, Layout, NodeId
 
 GOOD = """\
@@ -103,6 +105,19 @@ def test_a_wrong_scenario_is_refused_with_the_key_and_its_origin(tmp_path: Path,
         load_scenario(written(tmp_path, GOOD), [override])
     assert str(caught.value).startswith(want)
     assert "override" in str(caught.value)
+
+
+def test_a_scenario_has_the_limits_of_the_actors_micro_batches(tmp_path: Path) -> None:
+    def limits(*overrides: str) -> Limits | None:
+        return load_scenario(written(tmp_path, GOOD), overrides).workload().limits
+
+    assert limits() is None
+    assert limits("algorithm.micro_batches.max_sequences=4") == BatchLimits(max_sequences=4)
+    assert limits("algorithm.micro_batches.max_tokens=256") == TokenCap(256)
+    costs = ("algorithm.micro_batches.max_tokens=256", "algorithm.micro_batches.token_cost=300")
+    assert limits(*costs) == TokenCap(256, 300, 256 * 300)
+    with pytest.raises(ScenarioError, match=r"needs one of max_tokens and max_sequences"):
+        limits("algorithm.micro_batches.max_sequences=4", "algorithm.micro_batches.max_tokens=256")
 
 
 def test_a_model_that_the_actors_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
