@@ -113,15 +113,14 @@ Struck = Callable[[RunningJob, Move], psutil.Process]
 async def kill(job: RunningJob, moment: Moment, struck: Struck) -> None:
     """Kills the process once the moment is reached and the process runs."""
     move = await reached(job, moment)
-    found: list[psutil.Process] = []
 
-    def is_there() -> bool:
-        with suppress(AssertionError):
-            found.append(struck(job, move))
-        return bool(found)
+    def is_killed() -> bool:
+        with suppress(AssertionError, psutil.NoSuchProcess):
+            struck(job, move).kill()
+            return True
+        return False
 
-    await job.until_seen(is_there)
-    found[0].kill()
+    await job.until_seen(is_killed)
 
 
 def its_worker(job: RunningJob, move: Move) -> psutil.Process:
