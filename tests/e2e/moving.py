@@ -18,6 +18,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "static": {},
     "collocated": {"scheduler__policy": "static", "scheduler__static__collocated": True},
     "rlinf": {"scheduler__policy": "rlinf", "scheduler__rlinf__use_pre_process_policy": True},
+    # An engine that comes still finds something to generate, on a fast machine too.
+    "slow": {
+        "scheduler__policy": "rlinf",
+        "scheduler__rlinf__use_pre_process_policy": True,
+        "rollout__max_running_requests": 2,
+    },
     # After a minibatch the actor grows by what an engine gave, however fast this machine is.
     "growing": {
         "scheduler__policy": "rlinf",
@@ -64,7 +70,7 @@ def moving_job(policy: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Moment:
-    """A state of a GPU that a component's transition moves, or the transition's outcome.
+    """A state of a GPU that a component's transition moves, or the transition's outcome; `planned`: it was decided.
 
     `change`: start, stop, suspend, resume or resize. `iteration`: the first iteration that counts.
     """
@@ -92,7 +98,8 @@ async def reached(job: RunningJob, moment: Moment) -> Move:
 
 def _is_at(move: Move, moment: Moment) -> bool:
     is_of = (move.role, move.change) == (moment.role, moment.change) and (move.iteration or 0) >= moment.iteration
-    return is_of and (moment.state == move.outcome or any(moment.state in states for _, states in move.steps))
+    seen = {"planned", move.outcome}.union(*(states for _, states in move.steps))
+    return is_of and moment.state in seen
 
 
 def moved(job: RunningJob) -> set[GpuId]:

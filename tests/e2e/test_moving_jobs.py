@@ -95,12 +95,12 @@ AT: dict[str, tuple[str, Moment]] = {
     "a rollout that drains": ("collocated", Moment(ROLLOUT, "suspend", "draining")),
     "a rollout that has left": ("collocated", Moment(ROLLOUT, "suspend", "committed")),
     "a rollout that comes back": ("collocated", Moment(ROLLOUT, "resume", "acquiring")),
-    "an engine that comes": ("rlinf", Moment(ROLLOUT, "resize", "acquiring")),
-    "an engine that leaves": ("rlinf", Moment(ROLLOUT, "resize", "draining")),
+    "an engine that comes": ("slow", Moment(ROLLOUT, "resize", "acquiring")),
+    "an engine that leaves": ("slow", Moment(ROLLOUT, "resize", "draining")),
     "an inference that drains": ("collocated", Moment(INFERENCE, "suspend", "draining")),
     "an inference that has left": ("collocated", Moment(INFERENCE, "suspend", "committed")),
     "an inference that comes back": ("collocated", Moment(INFERENCE, "resume", "acquiring")),
-    "a job that ends": ("tide", Moment(ACTOR, "stop", "draining")),
+    "a job that ends": ("tide", Moment(ACTOR, "stop", "planned")),
 }
 ITS: dict[str, Struck] = {"its worker": its_worker, "its lead": its_lead, "the scheduler": SCHEDULER}
 OTHERS: dict[tuple[str, str], Struck] = {
