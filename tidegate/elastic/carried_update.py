@@ -73,7 +73,7 @@ class CarriedUpdate:
         with watch.part("transfer"):
             try:
                 answers = run_on_all(world, self._reduce)
-            except BaseException:  # an interrupt too may leave gradients that are reduced in a part only
+            except BaseException:  # raised again; an interrupt too may leave gradients reduced in a part only
                 self._drop()
                 raise
         self._announced = {member: decode(answer) for member, answer in answers.items() if answer}
