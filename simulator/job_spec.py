@@ -70,6 +70,7 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         minibatch_order=own.minibatch_order,
         streams=own.streams,
         carries_gradients=scenario.carries_gradients,
+        scores_ahead=scenario.scores_ahead,
         num_logical_shards=scenario.actor_num_logical_shards,
         layouts=others,
         costs=measured_costs(scenario.costs, _reshard(scenario)),

@@ -29,10 +29,12 @@ from tidegate.types import GpuId
 
 
 class Rollout:
-    """`group_done` gets the number of each group after its last member has ended."""
+    """`ended` gets each sequence that has ended, and whether it is the last of its group."""
 
-    def __init__(self, workload: Workload, costs: Costs, shared: Shared, group_done: Callable[[int], None]) -> None:
-        self._workload, self._costs, self._shared, self._group_done = workload, costs, shared, group_done
+    def __init__(
+        self, workload: Workload, costs: Costs, shared: Shared, ended: Callable[[Sequence, bool], None]
+    ) -> None:
+        self._workload, self._costs, self._shared, self._ended = workload, costs, shared, ended
         self.sequences = tuple(workload.sequences())
         self.engines: dict[int, Engine] = {}
         self.waiting: deque[Sequence] = deque(self.sequences)
@@ -244,7 +246,7 @@ class Rollout:
         self._shared.report(What.SEQUENCE_FINISHED, sequence.index, sequence.generated)
         if not self._left[sequence.group]:
             self._shared.report(What.GROUP_FINISHED, sequence.group, self.group_tokens(sequence.group))
-            self._group_done(sequence.group)
+        self._ended(sequence, not self._left[sequence.group])
 
     def _answered(self, sequence: Sequence) -> None:
         self.columns.queue([sequence.index])

@@ -88,6 +88,7 @@ class Scenario(ScenarioSections):
             minibatch_order=own.minibatch_order,
             streams=own.streams,
             carries_gradients=self.carries_gradients,
+            scores_ahead=self.scores_ahead,
             limits=own.micro_batches.limits() if own.micro_batches else None,
             num_logical_shards=self.actor_num_logical_shards,
             observation_tokens=self.lengths.observation_tokens,

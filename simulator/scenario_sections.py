@@ -120,3 +120,8 @@ class ScenarioSections(Section):
     def carries_gradients(self) -> bool:
         """As `actor.carries_gradients` of a job."""
         return self.algorithm.streams and self.actor_num_logical_shards is None
+
+    @property
+    def scores_ahead(self) -> bool:
+        """As `scores_ahead` of a job."""
+        return self.actor_num_logical_shards is None

@@ -95,8 +95,9 @@ def to_ms(at_s: float) -> int:
 def inferring(world: World) -> Inferring:
     trainer = world.trainer
     ready = (*trainer.trained, *(group for group, _ in trainer.taken), *(group for group, _ in trainer.ready))
-    rate = world.costs.inference.rate_tokens_per_s * world.workload.response_share
-    return Inferring(ready, world.inference.is_busy, rate if world.inference.has_computed else None)
+    share, inference = world.workload.response_share, world.inference
+    rate = world.costs.inference.rate_tokens_per_s * share if inference.has_computed else None
+    return Inferring(ready, inference.is_busy, rate, num_tokens_ahead=round(inference.num_tokens_ahead * share))
 
 
 def _engine(engine: SimulatedEngine) -> Engine:

@@ -29,6 +29,8 @@ class Workload:
     """Whether a minibatch starts when its first group has log-probabilities, instead of its last."""
     carries_gradients: bool = False
     """Whether a waiting resize begins between two groups of an open minibatch, which then goes on in the new layout."""
+    scores_ahead: bool = False
+    """Whether the inference computes responses before their group has ended."""
     limits: Limits | None = None
     """The limits of the trainer's micro-batches. None: an ideal trainer (`simulator.portions`)."""
     num_logical_shards: int | None = None

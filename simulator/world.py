@@ -33,6 +33,7 @@ from functools import partial
 
 from simulator.clock import Clock
 from simulator.cost_model import Costs
+from simulator.engines import Sequence
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
@@ -89,8 +90,8 @@ class World:
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
         self.trainer = Trainer(workload, costs, shared, model)
-        self.inference = Inference(workload.num_groups, costs, shared, self.trainer.add)
-        self.rollout = Rollout(workload, costs, shared, self._group_finished)
+        self.inference = Inference(workload, costs, shared, self.trainer.add)
+        self.rollout = Rollout(workload, costs, shared, self._sequence_ended)
         self._check_layout(placement.actor, placement.layout)
         self.rollout.start(placement.rollout)
         self.inference.start(placement.inference)
@@ -207,8 +208,8 @@ class World:
         if num_ranks != len(gpus):
             raise MoveRefused(f"layout {layout} has {num_ranks} ranks and the actor {len(gpus)} GPUs: give one a rank")
 
-    def _group_finished(self, group: int) -> None:
-        self.inference.add(group, self.rollout.group_tokens(group))
+    def _sequence_ended(self, sequence: Sequence, is_last: bool) -> None:
+        self.inference.add(sequence.group, sequence.num_tokens, is_last=is_last)
 
     def _freed(self) -> None:
         self.inference.go()

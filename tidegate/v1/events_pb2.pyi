@@ -1039,9 +1039,12 @@ class Inferring(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     IS_BUSY_FIELD_NUMBER: _builtins.int
     RATE_TOKENS_PER_S_PER_GPU_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_AHEAD_FIELD_NUMBER: _builtins.int
     is_busy: _builtins.bool
     rate_tokens_per_s_per_gpu: _builtins.float
     """The rate of one GPU, over all passes that its lead has seen but the first; absent before the second."""
+    num_tokens_ahead: _builtins.int
+    """Tokens of responses that are scored ahead of their groups; those of `ready` do not count."""
     @_builtins.property
     def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Groups with log-probabilities, in the order in which the trainer gets them."""
@@ -1052,10 +1055,11 @@ class Inferring(_message.Message):
         ready: _abc.Iterable[_builtins.int] | None = ...,
         is_busy: _builtins.bool = ...,
         rate_tokens_per_s_per_gpu: _builtins.float | None = ...,
+        num_tokens_ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu", "rate_tokens_per_s_per_gpu", b"rate_tokens_per_s_per_gpu"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu", "is_busy", b"is_busy", "rate_tokens_per_s_per_gpu", b"rate_tokens_per_s_per_gpu", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu", "is_busy", b"is_busy", "num_tokens_ahead", b"num_tokens_ahead", "rate_tokens_per_s_per_gpu", b"rate_tokens_per_s_per_gpu", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rate_tokens_per_s_per_gpu: _TypeAlias = _typing.Literal["rate_tokens_per_s_per_gpu"]  # noqa: Y015
     _WhichOneofArgType__rate_tokens_per_s_per_gpu: _TypeAlias = _typing.Literal["_rate_tokens_per_s_per_gpu", b"_rate_tokens_per_s_per_gpu"]  # noqa: Y015

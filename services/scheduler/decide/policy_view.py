@@ -62,7 +62,7 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
     inference = Inference(
         gpus=whereabouts.held[Role.INFERENCE],
         measured_tokens_per_s_per_gpu=state.learned.inference_tokens_per_s,
-        inferring=Inferring(ready, seen.inferring.is_busy),
+        inferring=Inferring(ready, seen.inferring.is_busy, num_tokens_ahead=seen.inferring.num_tokens_ahead),
     )
     return Situation(
         now_ms=now_ms,

@@ -113,13 +113,17 @@ class Inferring:
 
     `ready` are the groups with log-probabilities, in the order in which the trainer gets them.
     `rate_tokens_per_s_per_gpu` is measured. None: nothing has been computed yet.
+    `num_tokens_ahead`: tokens of responses that are computed, of groups that are not ready.
     """
 
     ready: tuple[int, ...] = ()
     is_busy: bool = False
     rate_tokens_per_s_per_gpu: float | None = None
+    num_tokens_ahead: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_tokens_ahead < 0:
+            raise ValueError(f"inference's picture: {self.num_tokens_ahead} tokens ahead; give at least 0")
         if self.ready and (min(self.ready) < 0 or len(set(self.ready)) < len(self.ready)):
             raise ValueError(
                 f"inference's picture: {len(self.ready)} groups are ready, {len(set(self.ready))} different ones from "

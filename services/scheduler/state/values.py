@@ -98,6 +98,8 @@ class JobSpec:
     """A minibatch begins with the first groups that arrive. Otherwise it begins once all its groups are there."""
     carries_gradients: bool = False
     """An open minibatch goes on in the new layout after a reshard. Otherwise it keeps its layout, or begins again."""
+    scores_ahead: bool = False
+    """Inference scores responses as they end. Otherwise it waits for all responses of a group."""
     num_logical_shards: int | None = None
     """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
     layouts: tuple[Layout, ...] = ()

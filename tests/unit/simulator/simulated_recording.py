@@ -49,7 +49,9 @@ def recorded_run(
     iterations = []
     for _ in range(num_iterations):
         lengths = draw_lengths(law, num_prompts=16, group_size=8, rng=rng)
-        workload = Workload(lengths, 4, PROMPT_TOKENS, MinibatchOrder.FIXED, streams=False, limits=limits)
+        workload = Workload(
+            lengths, 4, PROMPT_TOKENS, MinibatchOrder.FIXED, streams=False, limits=limits, scores_ahead=True
+        )
         iterations.append(iteration_of(World(workload, costs, placement), costs))
     return RecordedRun(config, PROMPT_TOKENS, costs.engine.kv_capacity_tokens, tuple(iterations))
 

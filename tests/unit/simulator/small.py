@@ -34,6 +34,7 @@ def workload(
     order: MinibatchOrder = MinibatchOrder.ARRIVAL,
     streams: bool = True,
     carries: bool = False,
+    scores_ahead: bool = False,
 ) -> Workload:
     """Two minibatches. A second turn begins a second after the first, with five more tokens from the environment."""
     lengths = Lengths(tuple(map(tuple, turns)), tuple(1.0 for _ in turns))
@@ -44,6 +45,7 @@ def workload(
         minibatch_order=order,
         streams=streams,
         carries_gradients=carries,
+        scores_ahead=scores_ahead,
         observation_tokens=5,
         environment_s=1.0,
     )
@@ -56,12 +58,13 @@ def world(
     actor: int = 2,
     inference: int = 2,
     model: ModelSection | None = None,
+    costs: Costs = COSTS,
 ) -> World:
     """The actor has the first GPUs, the inference the next ones, and the rollout the others."""
     others = actor + inference
     layout = Layout(dp=actor) if actor else None
     placement = Placement(CLUSTER, CLUSTER[others:], CLUSTER[actor:others], CLUSTER[:actor], layout)
-    return World(work, COSTS, placement, faults, model)
+    return World(work, costs, placement, faults, model)
 
 
 @dataclass(frozen=True, slots=True)

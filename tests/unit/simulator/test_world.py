@@ -249,6 +249,26 @@ def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> Non
     assert over.inference.gpus == CLUSTER[3:4]
 
 
+def test_a_response_that_is_computed_ahead_is_not_computed_again() -> None:
+    lengths, rate = [*EIGHT_GROUPS[:5], ((300,), (900,))], COSTS.inference.rate_tokens_per_s
+    waits_s = {}
+    for scores_ahead in (False, True):
+        over = world(workload(lengths, scores_ahead=scores_ahead), actor=1, inference=1)
+        at = {(each.what, each.number): each for each in over.happenings()}
+        waits_s[scores_ahead] = at[What.GROUP_INFERRED, 5].at_s - at[What.GROUP_FINISHED, 5].at_s
+        assert at[What.GROUP_INFERRED, 5].count == 310 + 910
+    assert waits_s == {False: pytest.approx(1220 / rate), True: pytest.approx(910 / rate)}
+
+
+def test_a_lost_gpu_of_the_inference_costs_responses_ahead_their_computation_only() -> None:
+    slow = COSTS.model_copy(update={"inference": COSTS.inference.model_copy(update={"rate_tokens_per_s": 50.0})})
+    work = workload([((10,), (900,)), *EIGHT_GROUPS[1:4]], scores_ahead=True)
+    over = world(work, faults=[GpuFault(0.5, CLUSTER[2])], costs=slow)
+    inferred = [each.number for each in over.happenings() if each.what is What.GROUP_INFERRED]
+    assert sorted(inferred) == [0, 1, 2, 3]
+    assert over.inference.num_tokens_ahead == 0
+
+
 def test_after_a_death_the_trainer_repeats_its_open_minibatch_with_a_cold_start() -> None:
     over = world(workload(EIGHT_GROUPS), faults=[GpuFault(6.0, CLUSTER[0])])
     tokens, died = [], 0.0

@@ -20,7 +20,7 @@ in it: from then on the trainer has the engines' GPUs, if the rest is worth the 
 
    The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
    when the last lot is ready.
-   Where gradients are carried, inference has the engines' GPUs for the lot that ends the rollout.
+   Inference is described in `inference`.
 4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
    Engines that come get no sequence once the queue is empty.
 
@@ -39,6 +39,7 @@ from functools import cached_property
 import numpy as np
 
 from services.scheduler.policy.tide.cluster import Cluster, Plans
+from services.scheduler.policy.tide.inference import Inference
 from services.scheduler.policy.tide.outlook import Outlook
 from services.scheduler.policy.tide.rows import in_order, places_of, values_at
 from services.scheduler.policy.tide.segments import At, Segment, Trained, merged
@@ -132,6 +133,7 @@ class Forecast:
             steps=np.broadcast_to(lots.steps, shape),
             ended_s=np.broadcast_to(ended_s, shape),
             inferred_s=np.broadcast_to(inferred_s, shape),
+            ahead_tokens=np.full(count, self.left.num_tokens_ahead or 0.0),
             is_bad=np.zeros(count, dtype=np.bool_),
             trained_tokens=np.zeros(count),
             is_mid=np.zeros(count, dtype=np.bool_),
@@ -240,7 +242,8 @@ class Forecast:
         shift = at.t + stall_s - begun
         ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + values_at(times, end_u / load.step), at.ended_s)
         order = np.argsort(ended_s, axis=1, kind="stable")
-        inferred_s = self._inferred(at, segment, in_order(ended_s, order), order)
+        inference = Inference(self.left, self.cluster, order, in_order(ended_s, order))
+        inferred_s = inference.handed_on_s(at, segment)
         trained = self._trained(at, segment, inferred_s, order)
         end, trained_tokens, is_mid = trained.end_s, np.zeros(at.t.size), np.zeros(at.t.size, dtype=np.bool_)
         if segment.is_cut:
@@ -266,6 +269,7 @@ class Forecast:
             steps=steps,
             ended_s=ended_s,
             inferred_s=inferred_s,
+            ahead_tokens=inference.tokens_ahead(at, segment, inferred_s, end),
             is_bad=at.is_bad,
             trained_tokens=trained_tokens,
             is_mid=is_mid,
@@ -329,19 +333,6 @@ class Forecast:
         times = np.zeros((engines.size, load.running.size + 1))
         np.cumsum(np.minimum(seconds, NEVER_S), axis=1, out=times[:, 1:])
         return times
-
-    def _inferred(self, at: At, segment: Segment, ended_s: Floats, order: Ints) -> Floats:
-        """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again."""
-        is_left = at.inferred_s > at.t[:, None]
-        gpus = segment.inference[:, None]
-        size = self.cluster.engine_size if self.cluster.carries else 0
-        later = gpus + np.sign(gpus) * segment.engines[:, None] * size
-        rate = np.maximum(np.where(ended_s >= ended_s[:, -1:], later, gpus) * self.cluster.inference_rate, 1e-3)
-        work = np.where(is_left, self.left.lots.tokens[order] / rate, 0.0)
-        since = np.where(is_left, np.maximum(ended_s, (at.t + segment.infer_after_s)[:, None]), -np.inf)
-        done = np.cumsum(work, axis=1)
-        ends = done + np.maximum.accumulate(since - (done - work), axis=1)
-        return np.where(is_left, ends, at.inferred_s)
 
     def _trained(self, at: At, segment: Segment, inferred_s: Floats, order: Ints) -> Trained:
         begin, none = at.t + segment.train_after_s, np.zeros((at.t.size, 0))

@@ -82,12 +82,17 @@ class Lots:
 
     starts: in u; -1 for a lot that has started.
     steps: from the start, or from now, to the end.
+    tokens: of the responses.
+    ended_tokens: of those that have ended.
+    last_tokens: of the last response of each group.
     minibatch: the one that takes the lot, counted from the first that is not done, an open one included.
     """
 
     starts: Floats
     steps: Floats
     tokens: Floats
+    ended_tokens: Floats
+    last_tokens: Floats
     is_ended: NDArray[np.bool_]
     is_handed_on: NDArray[np.bool_]
     minibatch: Ints
@@ -103,6 +108,8 @@ class Outlook:
     until: tuple[int, ...]
     is_by_arrival: bool
     streams: bool = True
+    num_tokens_ahead: float | None = None
+    """Tokens that inference has scored of groups that have not ended. None: it does not score ahead."""
 
     def tokens_of(self, minibatch: int) -> float:
         """The tokens of the minibatch's lots. With `arrival` the lots are those of the outlook's order."""
@@ -126,9 +133,10 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
     ends = starts + left
     base = picture.length_of[open_at] + context - starts[open_at]
     load = _load(starts[open_at], ends[open_at], base, max(1, num_slots))
-    lots, until = _lots(situation, starts, ends, final, context)
+    lots, until = _lots(situation, starts, ends, final)
     spec = situation.spec
-    return Outlook(load, lots, until, spec.minibatch_order is MinibatchOrder.ARRIVAL, spec.streams)
+    ahead = float(situation.inference.inferring.num_tokens_ahead) if spec.scores_ahead else None
+    return Outlook(load, lots, until, spec.minibatch_order is MinibatchOrder.ARRIVAL, spec.streams, ahead)
 
 
 def context_tokens(picture: Generation) -> float:
@@ -188,16 +196,16 @@ def _until(place: Ints, weights: Floats | None = None) -> Floats:
     return summed
 
 
-def _lots(
-    situation: Situation, starts: Floats, ends: Floats, final: Floats, context: float
-) -> tuple[Lots, tuple[int, ...]]:
+def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> tuple[Lots, tuple[int, ...]]:
     picture = situation.generation
     size, sizes = picture.group_size, left_sizes(situation)
     by_group = ends.reshape(-1, size)
     last = by_group.argmax(axis=1)
     group_ends = by_group[np.arange(picture.num_groups), last]
     group_starts = starts.reshape(-1, size)[np.arange(picture.num_groups), last]
-    group_tokens = final.reshape(-1, size).sum(axis=1) + size * context
+    by_member = final.reshape(-1, size)
+    ended = np.where(picture.is_unfinished, 0.0, final).reshape(-1, size).sum(axis=1)
+    last_tokens = by_member[np.arange(picture.num_groups), last]
     minibatch = _minibatch_of(situation)
     order, is_ready = _in_order(situation, group_starts, group_ends, minibatch)
     width = max(1, -(-order.size // LOTS))
@@ -206,13 +214,15 @@ def _lots(
     first = np.flatnonzero(_is_first(kinds, width))
     if not first.size:
         none, no_bool = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Lots(none, none, none, no_bool, no_bool, np.zeros(0, dtype=np.int64)), (0,) * len(sizes)
+        return Lots(none, none, none, none, none, no_bool, no_bool, np.zeros(0, dtype=np.int64)), (0,) * len(sizes)
     end = np.maximum.reduceat(group_ends[order], first)
     start = np.minimum.reduceat(group_starts[order], first)
     lots = Lots(
         starts=np.where(start > 0, start, -1.0),
         steps=end - start,
-        tokens=np.add.reduceat(group_tokens[order], first),
+        tokens=np.add.reduceat(by_member.sum(axis=1)[order], first),
+        ended_tokens=np.add.reduceat(ended[order], first),
+        last_tokens=np.add.reduceat(last_tokens[order], first),
         is_ended=end <= 0,
         is_handed_on=is_ready[order][first],
         minibatch=minibatch[order][first],

@@ -22,6 +22,7 @@ class At:
     scale: by plan, the running sequences over those of the outlook.
     has_started, steps, ended_s: by plan and lot; `steps` from its start, or from now, to its end.
     inferred_s: by plan and place in the order of the ends.
+    ahead_tokens: by plan, the tokens that inference has scored of lots that it has not handed on.
     is_bad: by plan, whether it is doubted.
     is_mid: by plan, whether the segment ended in a minibatch, of which `trained_tokens` are trained.
     """
@@ -34,6 +35,7 @@ class At:
     steps: Floats
     ended_s: Floats
     inferred_s: Floats
+    ahead_tokens: Floats
     is_bad: NDArray[np.bool_]
     trained_tokens: Floats
     is_mid: NDArray[np.bool_]

@@ -36,6 +36,7 @@ def inferring_of(message: events_pb2.Inferring) -> Inferring:
             rate_tokens_per_s_per_gpu=(
                 message.rate_tokens_per_s_per_gpu if message.HasField("rate_tokens_per_s_per_gpu") else None
             ),
+            num_tokens_ahead=message.num_tokens_ahead,
         )
 
 

@@ -64,6 +64,7 @@ PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
         events_pb2.Inferring(ready=[1], rate_tokens_per_s_per_gpu=25_000.5),
         Inferring((1,), rate_tokens_per_s_per_gpu=25_000.5),
     ),
+    "an inference that is ahead": (events_pb2.Inferring(num_tokens_ahead=900), Inferring(num_tokens_ahead=900)),
     "an inference with nothing done": (events_pb2.Inferring(), Inferring()),
     "an actor between two updates": (
         events_pb2.Training(is_at_boundary=True),

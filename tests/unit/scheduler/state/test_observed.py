@@ -116,6 +116,7 @@ REFUSED: dict[str, tuple[Callable[[], Generation], str]] = {
 REFUSED_OF_INFERENCE_OR_ACTOR: dict[str, tuple[Callable[[], object], str]] = {
     "a group in the list twice": (lambda: Inferring((0, 1, 0)), "3 groups are ready, 2 different ones from 0 on"),
     "a group before the first": (lambda: Inferring((0, -1)), "2 groups are ready, 2 different ones from -1 on"),
+    "fewer than 0 tokens ahead": (lambda: Inferring(num_tokens_ahead=-1), "-1 tokens ahead; give at least 0"),
     "fewer than 0 minibatches": (lambda: Training(num_minibatches_done=-1), "-1 minibatches done and 0 groups"),
     "fewer than 0 groups": (lambda: Training(num_taken=-2), "0 minibatches done and -2 groups taken"),
     "a rate of 0": (

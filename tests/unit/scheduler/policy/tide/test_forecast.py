@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from services.scheduler.policy.situation import Inference
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import DOUBT, Forecast
 from services.scheduler.policy.tide.outlook import outlook
-from services.scheduler.state.observed import TrainerRate
+from services.scheduler.state.observed import ENDED, Inferring, TrainerRate
 from services.scheduler.state.remembered import Assignment
-from tests.unit.scheduler.situations import COSTS, gpus, job, seen
-from tidegate.types import Layout
+from tests.unit.scheduler.situations import COSTS, generation, gpus, job, seen
+from tidegate.types import Layout, MinibatchOrder
 
 SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=1)
 ALL_GENERATE = Assignment(tuple(gpus(start, start + 2) for start in range(0, 16, 2)), None, ())
@@ -41,3 +44,36 @@ def test_the_end_of_an_overfull_plan_is_doubted() -> None:
     (believed_s,), _ = forecast(max_overfull=8.0).ends_s(crowded)
     (doubted_s,), _ = forecast(max_overfull=7.9).ends_s(crowded)
     assert doubted_s == pytest.approx(DOUBT * believed_s)
+
+
+def end_s(*, ahead: int | None, order: MinibatchOrder = MinibatchOrder.ARRIVAL) -> float:
+    """The end of an iteration with one response of each group left, on one GPU of a slow inference. `ahead`: tokens
+    that are scored; None: inference does not score ahead."""
+    spec = replace(SPEC, scores_ahead=ahead is not None, minibatch_order=order)
+    is_last = np.arange(spec.num_prompts * spec.group_size) % spec.group_size == spec.group_size - 1
+    places = tuple(np.where(is_last, np.arange(is_last.size) % 8, ENDED).tolist())
+    picture = generation(spec, ALL_GENERATE.engines, lengths=(1000,) * is_last.size, places=places)
+    situation = seen(spec, ALL_GENERATE, picture=picture, measured=(TrainerRate(Layout(tp=2, dp=2), 1e6),))
+    inference = Inference(ALL_GENERATE.inference, 1000.0, Inferring(num_tokens_ahead=ahead or 0))
+    situation = replace(situation, inference=inference)
+    left = outlook(situation, np.where(is_last, 1400.0, 1000.0), num_slots=8192)
+    found = Forecast(left, cluster_of(situation, ALL_GENERATE, gpus_there(situation)), COSTS)
+    (end,), _ = found.ends_s(plan(trainer=4, inference=1))
+    return float(end)
+
+
+@pytest.mark.parametrize("order", MinibatchOrder)
+def test_scoring_ahead_is_not_later_than_scoring_whole_groups(order: MinibatchOrder) -> None:
+    assert end_s(ahead=0, order=order) <= end_s(ahead=None, order=order)
+
+
+def test_what_is_scored_ahead_shortens_the_rest_by_its_tokens() -> None:
+    nothing, some, most = (end_s(ahead=tokens) for tokens in (0, 10_000, 20_000))
+    assert nothing - some == pytest.approx(10.0)
+    assert some - most == pytest.approx(10.0)
+
+
+def test_no_more_is_scored_ahead_than_has_ended() -> None:
+    """The last responses, 32 of 1400 tokens at 1000 a second, are left in any case."""
+    most, more = (end_s(ahead=tokens) for tokens in (96_000, 10**9))
+    assert more == most >= 32 * 1.4
