@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tests.component_bench import JOB, Changes
@@ -45,6 +46,13 @@ class WatchedSamples:
 
     async def stored_group(self, job: JobId, stage: Stage, **place: int) -> samples_pb2.SampleGroup | None:
         return await self._samples.stored_group(job, stage, **place)
+
+    async def tell_response(self, response: samples_pb2.SampleGroup) -> None:
+        await self._samples.tell_response(response)
+        self.note("tell", response)
+
+    def responses(self, job: JobId) -> AbstractAsyncContextManager[AsyncIterator[samples_pb2.SampleGroup]]:
+        return self._samples.responses(job)
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)

@@ -183,12 +183,33 @@ def decode_group(payload: bytes, *, scored: bool) -> samples_pb2.SampleGroup:
     return group
 
 
-def _check_sample(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) -> None:
-    require(sample, "id", "response_tokens", "finish")
+def check_response(group: samples_pb2.SampleGroup) -> None:
+    """WireError unless the group has one response, with its id and tokens. It may have nothing else."""
+    require(group, "job", "prompt_tokens", "samples")
+    decode_job(group.job, field="SampleGroup.job")
+    if len(group.samples) != 1:
+        raise WireError(f"SampleGroup has {len(group.samples)} samples; a response that is told comes alone")
+    require(group.samples[0], "id", "response_tokens")
+    _check_place(group.samples[0], group)
+
+
+def decode_response(payload: bytes) -> samples_pb2.SampleGroup:
+    group = samples_pb2.SampleGroup()
+    _parse(group, payload)
+    check_response(group)
+    return group
+
+
+def _check_place(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) -> None:
     here = (group.incarnation, group.iteration, group.prompt)
     if (sample.id.incarnation, sample.id.iteration, sample.id.prompt) != here:
         where = ".".join(map(str, here))
         raise WireError(f"Sample.id {decode_sample_id(sample.id)} does not belong to its group {where}")
+
+
+def _check_sample(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) -> None:
+    require(sample, "id", "response_tokens", "finish")
+    _check_place(sample, group)
     num_tokens = len(sample.response_tokens)
     counts = {
         "engine_log_probs": len(sample.engine_log_probs),

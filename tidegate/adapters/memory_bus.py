@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from tidegate.adapters import subjects
 from tidegate.adapters.memory_streams import (
@@ -23,7 +23,8 @@ from tidegate.adapters.memory_streams import (
     Stored,
     Stream,
 )
-from tidegate.codec import WireError, check_event, check_group, decode_event, decode_group
+from tidegate.adapters.response_feed import ResponseFeed
+from tidegate.codec import WireError, check_event, check_group, check_response, decode_event, decode_group
 from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StaleTerm
 from tidegate.types import JobId
 from tidegate.v1.events_pb2 import Event
@@ -53,7 +54,10 @@ class MemoryBus:
         """Does nothing: the messages stay for the other clients of this object."""
 
     def publish_raw(self, job: JobId, subject: str, payload: bytes) -> None:
-        """Stores any bytes on a subject of the job, as a foreign client of a real server could."""
+        """Publishes any bytes on a subject of the job, as a foreign client of a real server could."""
+        if subject == subjects.responses_subject(job):
+            self._server.tell(subject, payload)
+            return
         name = subjects.events_stream(job) if subject.startswith("tg.events.") else subjects.samples_stream(job)
         self._server.stream(name).append(Stored(subject, payload))
         self._server.wake()
@@ -245,6 +249,21 @@ class MemorySampleStream:
         with suppress(WireError, StopIteration):
             return decode_group(next(payloads), scored=stage is Stage.SCORED)
         return None
+
+    async def tell_response(self, response: SampleGroup) -> None:
+        check_response(response)
+        if self._server.fits(payload := response.SerializeToString()):
+            self._server.tell(subjects.responses_subject(JobId(response.job)), payload)
+
+    @asynccontextmanager
+    async def responses(self, job: JobId) -> AsyncIterator[AsyncIterator[SampleGroup]]:
+        feed, listening = ResponseFeed(job), self._server.feeds.setdefault(subjects.responses_subject(job), [])
+        listening.append(feed)
+        try:
+            yield feed
+        finally:
+            listening.remove(feed)
+            feed.end()
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         stream = self._server.stream(subjects.samples_stream(job))

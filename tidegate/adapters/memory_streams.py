@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from tidegate.adapters import subjects
+from tidegate.adapters.response_feed import ResponseFeed
 from tidegate.codec import WireError
 from tidegate.ports.bus import (
     BusLimits,
@@ -93,6 +94,8 @@ class MemoryServer:
         self.now = now
         self.dead: dict[JobId, dict[int, Dead]] = {}
         self.streams: dict[str, Stream] = {}
+        self.feeds: dict[str, list[ResponseFeed]] = {}
+        """Those who listen to responses, by subject."""
         self._sleep = sleep
         self._max_message_bytes = max_message_bytes
         self._arrived = asyncio.Event()
@@ -104,8 +107,15 @@ class MemoryServer:
             raise JobNotOpen(f"there is no stream {name}: the job was not opened on this bus; call open_job first")
         return found
 
+    def fits(self, payload: bytes) -> bool:
+        return len(payload) <= self._max_message_bytes
+
+    def tell(self, subject: str, payload: bytes) -> None:
+        for feed in self.feeds.get(subject, []):
+            feed.offer(payload)
+
     def check_size(self, payload: bytes, *, what: str, remedy: str) -> None:
-        if len(payload) > self._max_message_bytes:
+        if not self.fits(payload):
             raise MessageTooLarge(
                 f"{what} is {len(payload)} bytes; this bus takes {self._max_message_bytes}: "
                 f"raise max_message_bytes, or {remedy}"

@@ -1,5 +1,7 @@
 """The bus on NATS JetStream (server 2.11 or newer).
 
+A response that ended is told in core NATS, without a stream. The rest of a job is in streams.
+
 A job has three file-backed streams (see `subjects`): events, samples, dead letters. All streams keep messages until a
 call removes them (limits retention), and refuse new ones when full. Events are deduplicated by id within a window. A
 figure rolls its subject up: the server stores it and drops those before it, in one step.
@@ -10,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -27,7 +29,8 @@ from tidegate.adapters.nats_consumer import (
 )
 from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
 from tidegate.adapters.nats_term import NatsTermRegister
-from tidegate.codec import WireError, check_event, check_group, decode_event, decode_group
+from tidegate.adapters.response_feed import ResponseFeed
+from tidegate.codec import WireError, check_event, check_group, check_response, decode_event, decode_group
 from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StreamFull
 from tidegate.types import JobId
 from tidegate.v1.events_pb2 import Event
@@ -293,6 +296,25 @@ class NatsSampleStream:
         with suppress(WireError):
             return None if payload is None else decode_group(payload, scored=stage is Stage.SCORED)
         return None
+
+    async def tell_response(self, response: SampleGroup) -> None:
+        check_response(response)
+        await self._link.tell(subjects.responses_subject(JobId(response.job)), response.SerializeToString())
+
+    @asynccontextmanager
+    async def responses(self, job: JobId) -> AsyncIterator[AsyncIterator[SampleGroup]]:
+        feed = ResponseFeed(job)
+
+        async def offer(raw: Msg) -> None:
+            feed.offer(raw.data)
+
+        # The feed has a limit of its own, beyond which it drops messages without an error.
+        end = await self._link.subscribe(subjects.responses_subject(job), offer, is_limited=False)
+        try:
+            yield feed
+        finally:
+            feed.end()
+            await end()
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         stored = {

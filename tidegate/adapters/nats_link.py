@@ -235,11 +235,23 @@ class NatsLink:
             raise _not_open(stream, refused) from refused
         return base64.b64decode(answer["message"].get("data", ""))
 
+    async def tell(self, subject: str, payload: bytes) -> None:
+        """Sends a message, at most once, and waits for no answer. One that cannot be sent now is given up."""
+        # Without a connection it would take the room of publishes that must get through.
+        if self._connection.is_connected:
+            with suppress(NatsError):
+                await self._connection.publish(subject, payload)
+
     async def subscribe(
-        self, subject: str, on_message: Callable[[Msg], Awaitable[None]]
+        self, subject: str, on_message: Callable[[Msg], Awaitable[None]], *, is_limited: bool = True
     ) -> Callable[[], Awaitable[None]]:
-        """A plain subscription, at most once: a hint, never the authority. The returned function ends it."""
-        subscription = await self._connection.subscribe(subject, cb=on_message)
+        """A plain subscription, at most once: a hint, never the authority. The returned function ends it.
+
+        Messages beyond the library's limits are dropped, each with an error in the log. Without limits, `on_message`
+        is the one to drop them.
+        """
+        limits = {} if is_limited else {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
+        subscription = await self._connection.subscribe(subject, cb=on_message, **limits)
 
         async def end() -> None:
             with suppress(ConnectionClosedError):  # the connection closed first and ended the subscription

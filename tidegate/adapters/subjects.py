@@ -4,6 +4,7 @@
               the same           tg.figures.<job>.<source>.<kind>.<iteration>
     samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
     dead      TG_DEAD_<JOB>      tg.dead.<job>
+    responses no stream          tg.responses.<job>
 
 A job's id is lower case, so its upper case in a stream's name keeps two jobs apart.
 
@@ -73,6 +74,11 @@ def subject_of_event(event: Event) -> str:
     if not is_figure(event) or not (_TOKEN.fullmatch(event.source) and _TOKEN.fullmatch(kind)):
         return event_subject(job)
     return f"tg.figures.{job_id(job)}.{event.source}.{kind}.{_count(event.iteration)}"
+
+
+def responses_subject(job: JobId) -> str:
+    """The subject of responses that ended ahead of their groups. No stream keeps them."""
+    return f"tg.responses.{job_id(job)}"
 
 
 def dead_subject(job: JobId) -> str:

@@ -15,12 +15,15 @@ Every implementation keeps these promises (tests/contract/test_bus.py checks eac
   do not fill the log, and sequences have gaps. [test_bus: figure_is_replaced_by_the_next]
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
   `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: undecodable_group_becomes_a_dead]
+- A response that ended is told at most once, to whoever listens then, and stored nowhere. To tell one waits for nobody.
+  [test_bus: response_that_is_told_reaches_those_who_listen]
 - The fencing term only grows, by compare-and-set. [test_bus: term_grows_by_compare_and_set]
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -220,6 +223,21 @@ class SampleStream(Protocol):
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
         """The group that the stream stores, acknowledged or not. None when there is none that can be read."""
+        ...
+
+    async def tell_response(self, response: SampleGroup) -> None:
+        """Tells those who listen of a response that ended ahead of its group.
+
+        `response` is a group with this one sample, of which the id and the tokens are enough. Raises WireError for any
+        other. A response that the bus cannot take now, or that is too large for it, is not told.
+        """
+        ...
+
+    def responses(self, job: JobId) -> AbstractAsyncContextManager[AsyncIterator[SampleGroup]]:
+        """The responses that are told within the context, in any order. The iteration ends with the context.
+
+        Messages that cannot be decoded are left out.
+        """
         ...
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
