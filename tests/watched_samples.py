@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.component_bench import JOB, Changes
@@ -15,6 +15,7 @@ from tidegate.v1 import samples_pb2, types_pb2
 class WatchedSamples:
     """The sample stream, which notes its calls in `acts`, as (act, prompt), and wakes `changes`.
 
+    `told` has the responses that were told, and `num_listeners` counts those who have listened to them.
     `before_ack` sees a group before its acknowledgement counts. Acknowledgements of `lost_acks` get lost, once.
     """
 
@@ -22,6 +23,8 @@ class WatchedSamples:
         self.acts: list[tuple[str, int]] = []
         self.lost_acks: set[int] = set()
         self.before_ack: Callable[[samples_pb2.SampleGroup], None] = lambda _: None
+        self.told: list[samples_pb2.SampleGroup] = []
+        self.num_listeners = 0
         self._samples = samples
         self._changes = changes
 
@@ -48,11 +51,16 @@ class WatchedSamples:
         return await self._samples.stored_group(job, stage, **place)
 
     async def tell_response(self, response: samples_pb2.SampleGroup) -> None:
+        self.told.append(response)
         await self._samples.tell_response(response)
         self.note("tell", response)
 
-    def responses(self, job: JobId) -> AbstractAsyncContextManager[AsyncIterator[samples_pb2.SampleGroup]]:
-        return self._samples.responses(job)
+    @asynccontextmanager
+    async def responses(self, job: JobId) -> AsyncIterator[AsyncIterator[samples_pb2.SampleGroup]]:
+        async with self._samples.responses(job) as responses:
+            self.num_listeners += 1
+            self._changes.notify()
+            yield responses
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
@@ -131,6 +139,15 @@ def generated_group(
         prompt_tokens=[3, 4],
         samples=samples,
     )
+
+
+def ended_response(prompt: int, draw: int, *, tokens: Sequence[int] = (), **fields: Any) -> samples_pb2.SampleGroup:
+    """A response of `generated_group` as the rollout tells it, or one with other tokens."""
+    group = generated_group(prompt, rewards=[0.0] * (draw + 1), **fields)
+    sample = group.samples[draw]
+    del group.samples[:]
+    group.samples.add(id=sample.id, response_tokens=tokens or sample.response_tokens)
+    return group
 
 
 def scored_group(prompt: int, **fields: Any) -> samples_pb2.SampleGroup:

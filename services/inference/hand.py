@@ -6,19 +6,27 @@ than copies are idle. A batch whose copy died or left comes back to the front, a
 knows nothing of it, so a move or a death uses up no delivery. A group that was with a copy that died is dealt alone
 from then on. So the deaths of a group that kills its copies do not count against the groups beside it.
 
+The hand also holds responses that ended ahead of their groups. They are dealt where nothing of a delivered group waits,
+the oldest prompt first, with all of its responses that wait then. When the group is delivered, only what is neither
+scored nor with a copy waits with the other groups.
+
 Invariants:
-- A sample is waiting, with one copy, or scored. [test_hand: waits_or_is_with_one_copy]
+- A response is waiting, with one copy, or scored. [test_hand: waits_or_is_with_one_copy]
 - A group delivered again is dealt once, and settled by its last delivery. [test_hand: delivered_again_is_dealt_once]
 - A group that was with a dead copy is dealt alone. [test_hand: after_a_death_groups_are_dealt_alone]
 - No copy is idle while a group of several micro-batches waits whole. [test_hand: where_more_copies_than_groups]
+- No response is dealt ahead while one of a delivered group waits. [test_hand: delivered_groups_come_first]
+- Of a group that is delivered, what was scored ahead is not dealt again, unless its tokens differ.
+  [test_hand: only_the_rest_of_a_group]
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
-from services.inference.shares import HeldGroup, Share, whole_of
+from services.inference.shares import HeldGroup, Share, share_of_waiting
 from tidegate.megatron.batching import BatchLimits
 from tidegate.ports.bus import SampleDelivery
 from tidegate.types import SampleId
@@ -36,9 +44,14 @@ class Hand:
         self.max_batches = BATCHES_A_STAGE * num_stages
         self._held: dict[int, HeldGroup] = {}
         self._waiting: deque[Share] = deque()
+        """Of delivered groups."""
+        self._ahead: dict[int, HeldGroup] = {}
+        """The groups without a delivery of which responses wait, the oldest first."""
 
     def __contains__(self, prompt: int) -> bool:
-        return prompt in self._held
+        """Whether the group of the prompt was delivered and is not settled."""
+        held = self._held.get(prompt)
+        return held is not None and held.delivery is not None
 
     @property
     def prompts(self) -> frozenset[int]:
@@ -46,54 +59,114 @@ class Hand:
 
     @property
     def num_waiting(self) -> int:
-        """The shares that wait."""
+        """The shares of delivered groups that wait."""
         return len(self._waiting)
 
     @property
-    def deliveries(self) -> list[SampleDelivery]:
-        return [held.delivery for held in self._held.values()]
+    def num_scored_tokens(self) -> int:
+        """The tokens, prompts included, of scored responses of groups that are not settled."""
+        return sum(held.num_scored_tokens for held in self._held.values())
 
-    def add(self, delivery: SampleDelivery) -> None:
-        """Takes a group, or the newer delivery of one that it has."""
-        prompt = delivery.group.prompt
-        if prompt in self._held:
-            self._held[prompt].delivery = delivery
-        else:
-            self._held[prompt] = HeldGroup(delivery)
-            self._waiting.append(whole_of(self._held[prompt], self._limits))
+    @property
+    def deliveries(self) -> list[SampleDelivery]:
+        return [held.delivery for held in self._held.values() if held.delivery is not None]
+
+    def add(self, delivery: SampleDelivery) -> HeldGroup | None:
+        """Takes a group, or the newer delivery of one that it has. Returns a group that it takes scored already."""
+        group = delivery.group
+        held = self._held.setdefault(group.prompt, HeldGroup(group))
+        is_new = held.delivery is None
+        held.deliver(delivery)
+        if not is_new:
+            return None
+        self._ahead.pop(group.prompt, None)
+        if held.waiting:
+            self._waiting.append(share_of_waiting(held, self._limits))
+        return held if held.is_scored else None
+
+    def add_ahead(self, group: samples_pb2.SampleGroup) -> None:
+        """Takes a response that ended ahead of its group, unless the group is delivered or is to wait for that."""
+        held = self._held.setdefault(group.prompt, HeldGroup(group))
+        if held.delivery is None and not held.waits_for_delivery and held.add(group):
+            self._ahead.setdefault(group.prompt, held)
 
     def deal(self, *, num_idle: int) -> tuple[Share, ...]:
-        """The next batch, where `num_idle` copies share what waits. Empty where nothing waits."""
-        if not self._waiting:
+        """The next batch of delivered groups, where `num_idle` copies share what waits. Empty where nothing waits."""
+        return self._begun(self._batch_of(self._waiting, num_idle=num_idle))
+
+    def deal_ahead(self, *, num_idle: int) -> tuple[Share, ...]:
+        """The next batch of responses ahead of their groups. Empty while anything of a delivered group waits."""
+        if self._waiting:
             return ()
-        if len(self._waiting) < num_idle and not self._waiting[0].held.num_deaths:
-            share = self._waiting.popleft()
-            self._waiting.extendleft(reversed(share.split(num_idle // (len(self._waiting) + 1))))
-        most, room = -(-len(self._waiting) // num_idle), self.max_batches
+        # No copy takes more prompts than micro-batches.
+        oldest = islice(self._ahead.values(), num_idle * self.max_batches)
+        shares = deque(share_of_waiting(held, self._limits) for held in oldest)
+        batch = self._begun(self._batch_of(shares, num_idle=num_idle))
+        for share in batch:
+            if not share.held.waiting:
+                self._ahead.pop(share.held.prompt, None)
+        return batch
+
+    def _batch_of(self, waiting: deque[Share], *, num_idle: int) -> tuple[Share, ...]:
+        if not waiting:
+            return ()
+        if len(waiting) < num_idle and not waiting[0].held.num_deaths:
+            share = waiting.popleft()
+            waiting.extendleft(reversed(share.split(num_idle // (len(waiting) + 1))))
+        most, room = -(-len(waiting) // num_idle), self.max_batches
         batch: list[Share] = []
-        while len(batch) < most and room and not (batch and self._waiting[0].held.num_deaths):
-            share, rest = self._waiting.popleft().cut_after(room)
+        while len(batch) < most and room and not (batch and waiting[0].held.num_deaths):
+            share, rest = waiting.popleft().cut_after(room)
             if rest is not None:
-                self._waiting.appendleft(rest)
+                waiting.appendleft(rest)
             room -= len(share.batches)
             batch.append(share)
             if share.held.num_deaths:
                 break
         return tuple(batch)
 
+    def _begun(self, batch: tuple[Share, ...]) -> tuple[Share, ...]:
+        for share in batch:
+            for response in share.responses:
+                response.is_with_copy = True
+        return batch
+
     def note_scored(self, share: Share, scored: Mapping[SampleId, samples_pb2.Sample]) -> bool:
-        """Notes the log-probabilities of the share's samples. Whether the group is scored now, and still held."""
-        share.held.scored.update(scored)
-        return self._held.get(share.held.prompt) is share.held and share.held.is_scored
+        """Notes the log-probabilities of the share's responses. Whether these make the group, still held, scored."""
+        held, counts = share.held, False
+        for response in share.responses:
+            response.is_with_copy, response.answer = False, scored.get(response.id)
+            counts |= held.has(response)
+        return counts and held.is_scored and self._held.get(held.prompt) is held
 
     def give_back(self, batch: Sequence[Share], *, died: bool) -> None:
         """The batch waits again, before the others. `died`: its copy died with it."""
         held = [share for share in batch if self._held.get(share.held.prompt) is share.held]
         for each in {id(share.held): share.held for share in held}.values():
             each.num_deaths += died
-        self._waiting.extendleft(reversed(held))
+        ahead: dict[int, HeldGroup] = {}
+        delivered: list[Share] = []
+        for share in held:
+            for response in share.responses:
+                response.is_with_copy = False
+            if share.held.delivery is None:
+                ahead[share.held.prompt] = share.held
+            elif share.present.batches:
+                delivered.append(share.present)
+        self._ahead = {
+            prompt: each
+            for prompt, each in (ahead | self._ahead).items()
+            if each.waiting and not each.waits_for_delivery
+        }
+        self._waiting.extendleft(reversed(delivered))
 
-    def remove(self, held: HeldGroup) -> None:
-        """The group is settled."""
-        del self._held[held.prompt]
-        self._waiting = deque(share for share in self._waiting if share.held is not held)
+    def keep_for_delivery(self, held: HeldGroup) -> None:
+        """Deals nothing more of the group ahead of its delivery."""
+        held.waits_for_delivery = True
+        self._ahead.pop(held.prompt, None)
+
+    def remove(self, prompt: int) -> None:
+        """The group of the prompt is settled. What was scored ahead of one that is not held scored is forgotten."""
+        self._held.pop(prompt, None)
+        self._ahead.pop(prompt, None)
+        self._waiting = deque(share for share in self._waiting if share.held.prompt != prompt)

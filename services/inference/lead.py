@@ -1,4 +1,4 @@
-"""The inference's lead: has complete groups scored as they arrive, and publishes them for the actor.
+"""The inference's lead: has responses scored as they end, and publishes their groups for the actor once these arrive.
 
 The lead acknowledges a group after its scored form is on the stream. A new lead thus gets every other group again.
 Each data-parallel copy scores batches of its own (`copies`, `scoring`). Copies come and go beside other commands and
@@ -193,6 +193,7 @@ class InferenceLead(Lead):
         candidates = await self.candidates(Stage.SCORED, plan)
         config = self.job.config
         scoring = Scoring(
+            job=job,
             plan=plan,
             incarnation=self.incarnation,
             candidates=candidates,
@@ -206,15 +207,18 @@ class InferenceLead(Lead):
                 ack_wait_s=config.runtime.ack_wait_s,
                 limits=limits_of(config),
                 num_stages=config.inference.layout.pp,
+                scores_ahead=config.scores_ahead,
             ),
             lost=self._report_lost,
             note_progress=partial(self._report_scored, consumer, candidates),
         )
-        async with Pictures(partial(self._paint, plan, candidates), self.publish, self.pace).updates():
+        async with Pictures(partial(self._paint, plan, candidates, scoring), self.publish, self.pace).updates():
             await scoring.run()
         await self.publish(events_pb2.IterationReported())
 
-    async def _paint(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> events_pb2.Inferring:
+    async def _paint(
+        self, plan: types_pb2.IterationPlan, candidates: Candidates, scoring: Scoring
+    ) -> events_pb2.Inferring:
         """The picture, with groups in the actor's order: the order of prompts in fixed order, else that of arrival."""
         is_fixed = self.job.config.algorithm.minibatch_order is MinibatchOrder.FIXED
         prompts = sorted(candidates.seen) if is_fixed else candidates.seen
@@ -222,6 +226,7 @@ class InferenceLead(Lead):
             ready=[prompt - plan.first_prompt for prompt in prompts],
             is_busy=self._copies.is_busy,
             rate_tokens_per_s_per_gpu=self._rate.tokens_per_s_per_gpu(),
+            num_tokens_ahead=scoring.num_tokens_ahead,
         )
 
     async def close_iteration(self, request: commands_pb2.CloseIterationRequest) -> None:

@@ -1,19 +1,23 @@
-"""Shares of a group: the micro-batches of its samples that one copy scores. Pure.
+"""Shares of a group: the micro-batches of its responses that one copy scores. Pure.
 
 A copy scores whole groups as long as they are small and there is one for each. A large group, or one of the last, is
 split between copies, so that the last groups of an iteration take no longer than they must. A share has whole
 micro-batches of its group, and a worker that gets them alone cuts them into the same ones. So a split changes no bit.
 
+A group may be held ahead of its delivery, with the responses that have ended. Which of them share a micro-batch depends
+on when they ended.
+
 Invariants:
 - A share that is cut again has the same micro-batches. [test_shares: cut_again_has_the_same_micro_batches]
 - The pieces of a share have each of its samples once. [test_shares: each_sample_once]
+- A result counts for the tokens that were sent alone. [test_shares: with_other_tokens_is_another_response]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tidegate.codec import decode_sample_id
 from tidegate.config.job_config import JobConfig
 from tidegate.megatron.batching import BatchLimits, cut
 from tidegate.ports.bus import SampleDelivery
@@ -22,47 +26,118 @@ from tidegate.v1 import samples_pb2
 
 
 @dataclass(eq=False, slots=True)
-class HeldGroup:
-    """A group with its last delivery. `num_deaths`: the copies that died while they had a share of it. `scored`: the
-    samples whose log-probabilities are there."""
+class Response:
+    """A response of a held group. `answer` has its log-probabilities, once they are there."""
 
-    delivery: SampleDelivery
+    sample: samples_pb2.Sample
+    is_with_copy: bool = False
+    answer: samples_pb2.Sample | None = None
+
+    @property
+    def id(self) -> SampleId:
+        return decode_sample_id(self.sample.id)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sample.response_tokens)
+
+
+@dataclass(eq=False, slots=True)
+class HeldGroup:
+    """A group in the hand. `group` is its last delivery's. Before the first it is that of a response.
+
+    - `responses`: all of a delivered group; else those that have ended, as far as is known.
+    - `num_deaths`: the copies that died while they had a share of it.
+    - `waits_for_delivery`: nothing more of it is scored before it is delivered.
+    """
+
+    group: samples_pb2.SampleGroup
+    delivery: SampleDelivery | None = None
+    responses: dict[SampleId, Response] = field(default_factory=dict)
     num_deaths: int = 0
-    scored: dict[SampleId, samples_pb2.Sample] = field(default_factory=dict)
+    waits_for_delivery: bool = False
 
     @property
     def prompt(self) -> int:
-        return self.delivery.group.prompt
+        return self.group.prompt
+
+    @property
+    def waiting(self) -> list[Response]:
+        """The responses that are neither scored nor with a copy."""
+        return [each for each in self.responses.values() if each.answer is None and not each.is_with_copy]
 
     @property
     def is_scored(self) -> bool:
-        return len(self.scored) == len(self.delivery.group.samples)
+        return self.delivery is not None and all(each.answer is not None for each in self.responses.values())
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """The tokens of the scored responses, with those of the prompt for each."""
+        scored = [each.num_tokens for each in self.responses.values() if each.answer is not None]
+        return sum(scored) + len(scored) * len(self.group.prompt_tokens)
+
+    def has(self, response: Response) -> bool:
+        """Whether it is still the response of its id: another engine may have made that again, with other tokens."""
+        return self.responses.get(response.id) is response
+
+    def add(self, group: samples_pb2.SampleGroup) -> bool:
+        """Takes the responses of the group. Whether one of them is new, or has other tokens than before."""
+        if group.prompt_tokens != self.group.prompt_tokens:
+            self.responses.clear()
+        self.group, has_new = group, False
+        for sample in group.samples:
+            response = Response(sample)
+            known = self.responses.get(response.id)
+            if known is None or known.sample.response_tokens != sample.response_tokens:
+                self.responses[response.id], has_new = response, True
+        return has_new
+
+    def deliver(self, delivery: SampleDelivery) -> None:
+        """Takes a delivery. The first one has all the group's responses."""
+        if self.delivery is None:
+            self.add(delivery.group)
+            whole = {decode_sample_id(sample.id) for sample in delivery.group.samples}
+            self.responses = {id: each for id, each in self.responses.items() if id in whole}
+        self.delivery, self.group = delivery, delivery.group
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some micro-batches of a group: the indices of their samples, in the order of `cut`."""
+    """Some micro-batches of a group, in the order of `cut`."""
 
     held: HeldGroup
-    batches: tuple[tuple[int, ...], ...]
+    batches: tuple[tuple[Response, ...], ...]
+
+    @property
+    def responses(self) -> list[Response]:
+        return [response for batch in self.batches for response in batch]
 
     @property
     def group(self) -> samples_pb2.SampleGroup:
-        """What a copy is sent: the group with these samples alone."""
-        whole, indices = self.held.delivery.group, [index for batch in self.batches for index in batch]
-        if len(indices) == len(whole.samples):
+        """What a copy is sent: the group with these responses alone."""
+        whole, responses = self.held.group, self.responses
+        if self.held.delivery is not None and len(responses) == len(whole.samples):
             return whole
-        group = samples_pb2.SampleGroup()
-        group.CopyFrom(whole)
-        del group.samples[:]
-        group.samples.extend(whole.samples[index] for index in indices)
-        return group
+        return samples_pb2.SampleGroup(
+            job=whole.job,
+            incarnation=whole.incarnation,
+            iteration=whole.iteration,
+            prompt=whole.prompt,
+            version=whole.version,
+            prompt_tokens=whole.prompt_tokens,
+            samples=[response.sample for response in responses],
+        )
 
     @property
     def num_tokens(self) -> int:
         """The response tokens."""
-        samples = self.held.delivery.group.samples
-        return sum(len(samples[index].response_tokens) for batch in self.batches for index in batch)
+        return sum(response.num_tokens for response in self.responses)
+
+    @property
+    def present(self) -> Share:
+        """The share without the responses that its group has no more."""
+        batches = (tuple(response for response in batch if self.held.has(response)) for batch in self.batches)
+        return Share(self.held, tuple(batch for batch in batches if batch))
 
     def split(self, num_pieces: int) -> list[Share]:
         """At most so many pieces: one micro-batch is the smallest. Each gets every `num_pieces`-th."""
@@ -81,10 +156,8 @@ def limits_of(config: JobConfig) -> BatchLimits:
     return BatchLimits(max_tokens=config.inference.max_tokens_per_microbatch)
 
 
-def whole_of(held: HeldGroup, limits: BatchLimits) -> Share:
-    return Share(held, tuple(cut(lengths_of(held.delivery.group), limits)))
-
-
-def lengths_of(group: samples_pb2.SampleGroup) -> Sequence[int]:
-    """The tokens of each sample, prompt included."""
-    return [len(group.prompt_tokens) + len(sample.response_tokens) for sample in group.samples]
+def share_of_waiting(held: HeldGroup, limits: BatchLimits) -> Share:
+    """The responses of the group that wait: all of one that was delivered and not scored ahead."""
+    waiting, num_prompt_tokens = held.waiting, len(held.group.prompt_tokens)
+    lengths = [num_prompt_tokens + response.num_tokens for response in waiting]
+    return Share(held, tuple(tuple(waiting[index] for index in batch) for batch in cut(lengths, limits)))

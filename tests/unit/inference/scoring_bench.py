@@ -31,7 +31,7 @@ class FakeRank:
     """Scores its part of the samples, one call per permit: -(version + 1) per token, and -100 for the reference.
 
     It joins its world once `may_start` is set. `starts` has what it was asked to be: at rest or at work, in which
-    world, and whether it had to join that.
+    world, and whether it had to join that. `asked` has (prompt, draw) of the samples of each call to score.
     """
 
     def __init__(self, grant: Grant, changes: Changes, permits: asyncio.Semaphore, may_start: asyncio.Event) -> None:
@@ -40,6 +40,7 @@ class FakeRank:
         self.starts: list[tuple[str, str, bool]] = []
         self.memory_bytes = 1 << 20
         self.scored: list[tuple[int, ...]] = []
+        self.asked: list[list[tuple[int, int]]] = []
         self.num_asked = 0
         self.loads: list[tuple[int, bool]] = []
         self._permits = permits
@@ -65,6 +66,9 @@ class FakeRank:
                 yield loaded(call)
             case "score":
                 self.num_asked += 1
+                self.asked.append(
+                    [(sample.id.prompt, sample.id.draw) for group in call.score.groups for sample in group.samples]
+                )
                 self._changes.notify()
                 await self._permits.acquire()
                 groups = [self._score(group) for group in call.score.groups]
@@ -173,6 +177,17 @@ class Scoring:
     async def generated(self, prompts: Sequence[int], **fields: Any) -> None:
         for prompt in prompts:
             await self.bench.bus.samples.publish(Stage.GENERATED, generated_group(prompt, **fields))
+
+    async def told(self, *responses: samples_pb2.SampleGroup) -> None:
+        """Tells of responses once the lead listens."""
+        await self.bench.changes.until(lambda: self.watch.num_listeners > 0)
+        for response in responses:
+            await self.bench.samples.tell_response(response)
+
+    @property
+    def asked(self) -> list[list[tuple[int, int]]]:
+        """(prompt, draw) of the samples of each call to the present ranks, in the order of ranks."""
+        return [call for gpu in SLOTS if gpu in self.ranks for call in self.ranks[gpu].asked]
 
     async def on_stream(self) -> list[samples_pb2.SampleGroup]:
         """All scored groups, in the order of publishing."""

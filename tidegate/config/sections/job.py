@@ -299,6 +299,12 @@ class JobSections(_Section):
         return tuple(gpu for gpu in self.cluster.gpus() if gpu in may_get)
 
     @property
+    def scores_ahead(self) -> bool:
+        """Whether the inference scores responses ahead of their groups. Not in reproducible mode: which responses share
+        a micro-batch then depends on when they ended, and with it the bits."""
+        return self.actor.num_logical_shards is None
+
+    @property
     def gpus(self) -> tuple[GpuId, ...]:
         """The GPUs of all components, in the cluster's order. By hand each component may get each of them."""
         used = {gpu for role in Role for gpu in self.slots(role)}
