@@ -64,6 +64,8 @@ class GenerationState:
     """The progress of an iteration. None in an evaluation."""
     note_change: Callable[[], None] = lambda: None
     """Called when the set of engines has changed, so that a new picture is published."""
+    tell: Callable[[samples_pb2.Sample], None] = lambda _: None
+    """Called with each response that ended ahead of its group. It returns at once."""
 
     def to_send(self, sample: SampleId) -> wire.GenerationRequest:
         """The request for a sample, with what other engines made of its response."""

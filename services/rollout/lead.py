@@ -1,5 +1,7 @@
 """The rollout's lead: assigns an iteration's prompts to engines and publishes each group as soon as it is complete.
 
+It tells the inference of responses that end ahead of their groups (`early_responses`).
+
 The lead keeps every engine as full as it can run. Engines come and go beside all other commands. An engine that leaves
 hands over its unfinished responses, and the others continue them (`partials`). When an engine is lost, the others make
 its requests. A new engine takes part at once.
@@ -16,7 +18,8 @@ Invariants:
 - A response that moves has the bits of one that does not, where engines repeat draws.
   [test_moves: same_bits_wherever_it_moves]
 - A start or a release of an engine delays no other command. [test_fleet: delays_no_other_command]
-- An evaluation publishes nothing on the stream and changes no account. [test_evaluation: puts_nothing_on_the_stream]
+- An evaluation publishes nothing on the stream, tells no response and changes no account.
+  [test_evaluation: puts_nothing_on_the_stream]
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from functools import partial
 
+from services.rollout.early_responses import early_responses
 from services.rollout.evaluation import Evaluation
 from services.rollout.exercises import Exercises, open_exercises
 from services.rollout.failed_rewards import FailedRewards
@@ -151,7 +155,7 @@ class RolloutLead(Lead):
         )
         self._orders = {each: order for each, order in self._orders.items() if each >= plan.iteration}
         self._put_in_order(generation)
-        async with self._pictures(generation, candidates):
+        async with self._pictures(generation, candidates), self._early_responses(plan, exercises, generation):
             await self._generate(generation)
         await self._report(plan)
 
@@ -254,6 +258,31 @@ class RolloutLead(Lead):
         async with pictures.updates():
             yield
 
+    @asynccontextmanager
+    async def _early_responses(
+        self, plan: types_pb2.IterationPlan, exercises: Exercises, generation: GenerationState
+    ) -> AsyncIterator[None]:
+        if not self.job.config.scores_ahead:
+            yield
+            return
+        async with early_responses(self.tools.samples) as tell:
+
+            def tell_ended(response: samples_pb2.Sample) -> None:
+                prompt = response.id.prompt
+                group = samples_pb2.SampleGroup(
+                    job=self.tools.job_id,
+                    incarnation=self.incarnation,
+                    iteration=plan.iteration,
+                    prompt=prompt,
+                    version=plan.version,
+                    prompt_tokens=exercises.prompt_tokens(prompt),
+                    samples=[samples_pb2.Sample(id=response.id, response_tokens=response.response_tokens)],
+                )
+                tell(group)
+
+            generation.tell = tell_ended
+            yield
+
     def _engines_of(self, generation: GenerationState) -> list[tuple[Grant, EngineProgress]]:
         return [(slot.grant, slot.progress) for slot in self._fleet.at_work(generation.version)]
 
@@ -354,7 +383,10 @@ class RolloutLead(Lead):
         if generation.progress is not None and generation.groups.is_assigned(sample):
             is_cut = response.finish == samples_pb2.FINISH_REASON_LENGTH
             generation.progress.end(sample, len(response.response_tokens), is_cut=is_cut)
+        is_new = generation.groups.is_assigned(sample)
         responses = generation.groups.add(sample, response)
+        if responses is None and is_new:
+            generation.tell(response)
         if responses is not None:
             settling = self._settle(generation, sample.prompt, responses)
             generation.calls.add(asyncio.create_task(settling, name=f"settle {sample.prompt}"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,12 @@ class HeldPublishing:
 
     async def stored_group(self, job: JobId, stage: Stage, **place: int) -> samples_pb2.SampleGroup | None:
         return await self._samples.stored_group(job, stage, **place)
+
+    async def tell_response(self, response: samples_pb2.SampleGroup) -> None:
+        await self._samples.tell_response(response)
+
+    def responses(self, job: JobId) -> AbstractAsyncContextManager[AsyncIterator[samples_pb2.SampleGroup]]:
+        return self._samples.responses(job)
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         await self._samples.purge(job, incarnation=incarnation, iteration=iteration)
