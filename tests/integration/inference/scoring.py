@@ -37,7 +37,7 @@ def beside_the_actor(
     """The actor publishes version 0, makes an update, publishes version 1; a scorer of its layout loads both.
 
     Each group's log-probabilities by the actor at both versions, by the scorer alone and with all groups in one call,
-    and by the scorer's reference.
+    each response by the scorer in a call of its own, and by the scorer's reference.
     """
     settings = small_job.trainer_settings(precision=precision, experts=experts)
     with trainer(context, layout, settings) as actor:
@@ -56,6 +56,9 @@ def beside_the_actor(
         for number, group in enumerate(groups()):
             alone = scorer.policy_log_probs([group])
             results |= named("alone", {(number, sample): values for (_, sample), values in alone.items()})
+            for sample, sequence in enumerate(group):
+                apart = scorer.policy_log_probs([[sequence]])
+                results |= named("apart", {(number, sample): values for values in apart.values()})
         results |= named("together", scorer.policy_log_probs(groups()))
         results |= named("reversed", _turned(scorer.policy_log_probs(groups()[::-1])))
         return results | named("reference", scorer.reference_log_probs(groups()))

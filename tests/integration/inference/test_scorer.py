@@ -91,6 +91,12 @@ def test_a_samples_bits_do_not_depend_on_the_groups_beside_its_own(published: Pu
     assert same_bits(of(results, "alone"), of(results, "reversed"))
 
 
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.endswith("bf16")])
+def test_a_response_scored_apart_from_its_group_differs_by_rounding_alone(published: Published, layout: str) -> None:
+    _, results = published[layout]
+    assert distance(of(results, "apart"), of(results, "alone")) <= 1e-5
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_is_kept_apart_from_the_policy(published: Published, layout: str) -> None:
     _, results = published[layout]
