@@ -1,10 +1,12 @@
-"""One rank of the inference: log-probabilities of whole groups under the current and the reference policy.
+"""One rank of the inference: log-probabilities under the current and the reference policy, of groups or parts of them.
 
-A micro-batch holds samples of one group, so a sample's bits depend only on its own group, not on other groups that
-arrived with it. Weights come only from verified snapshots.
+A micro-batch holds samples of one group, so a sample's bits depend only on what came of its own group, not on other
+groups that arrived with it. Samples of a group that came apart have the same log-probabilities within rounding.
+Weights come only from verified snapshots.
 
 Invariants:
 - A sample's bits do not depend on other groups. [test_scorer: bits_do_not_depend_on_the_groups]
+- A response that is scored apart from its group differs by rounding alone. [test_scorer: scored_apart_from_its_group]
 - In the actor's layout and padding, the log-probabilities have the bits of the actor's own forward pass, which runs the
   same code. [test_scorer: are_the_actors_to_the_bit]
 - After a rest, a scorer that has loaded weights again gives the same bits. [test_standby: same_bits_after_a_rest]

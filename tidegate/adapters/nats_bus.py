@@ -308,8 +308,7 @@ class NatsSampleStream:
         async def offer(raw: Msg) -> None:
             feed.offer(raw.data)
 
-        # The feed has a limit of its own, beyond which it drops messages without an error.
-        end = await self._link.subscribe(subjects.responses_subject(job), offer, is_limited=False)
+        end = await self._link.subscribe(subjects.responses_subject(job), offer)
         try:
             yield feed
         finally:

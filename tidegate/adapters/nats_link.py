@@ -243,15 +243,16 @@ class NatsLink:
                 await self._connection.publish(subject, payload)
 
     async def subscribe(
-        self, subject: str, on_message: Callable[[Msg], Awaitable[None]], *, is_limited: bool = True
+        self, subject: str, on_message: Callable[[Msg], Awaitable[None]]
     ) -> Callable[[], Awaitable[None]]:
         """A plain subscription, at most once: a hint, never the authority. The returned function ends it.
 
-        Messages beyond the library's limits are dropped, each with an error in the log. Without limits, `on_message`
-        is the one to drop them.
+        `on_message` takes each message that arrives, and drops what is too much for it.
         """
-        limits = {} if is_limited else {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
-        subscription = await self._connection.subscribe(subject, cb=on_message, **limits)
+        # With its limits the library would drop messages itself, each with an error in the log.
+        subscription = await self._connection.subscribe(
+            subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
 
         async def end() -> None:
             with suppress(ConnectionClosedError):  # the connection closed first and ended the subscription

@@ -58,7 +58,7 @@ def beside_the_actor(
             results |= named("alone", {(number, sample): values for (_, sample), values in alone.items()})
             for sample, sequence in enumerate(group):
                 apart = scorer.policy_log_probs([[sequence]])
-                results |= named("apart", {(number, sample): values for values in apart.values()})
+                results |= named("apart", {(number, sample + place): apart[0, place] for _, place in apart})
         results |= named("together", scorer.policy_log_probs(groups()))
         results |= named("reversed", _turned(scorer.policy_log_probs(groups()[::-1])))
         return results | named("reference", scorer.reference_log_probs(groups()))
