@@ -57,6 +57,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         minibatch_order=algorithm.minibatch_order,
         streams=config.actor.streams_minibatches,
         carries_gradients=config.actor.carries_gradients,
+        scores_ahead=config.scores_ahead,
         num_logical_shards=config.actor.num_logical_shards,
         layouts=policy_layouts(config),
         costs=costs_of(config.assumptions.costs, gpus_per_host=max(config.cluster.nodes.values())),
