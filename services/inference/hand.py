@@ -63,9 +63,9 @@ class Hand:
         return len(self._waiting)
 
     @property
-    def num_scored_tokens(self) -> int:
-        """The tokens, prompts included, of scored responses of groups that are not settled."""
-        return sum(held.num_scored_tokens for held in self._held.values())
+    def num_tokens_ahead(self) -> int:
+        """The tokens, prompts included, of responses that were scored ahead of groups that are not settled."""
+        return sum(held.num_tokens_ahead for held in self._held.values())
 
     @property
     def deliveries(self) -> list[SampleDelivery]:
@@ -128,7 +128,7 @@ class Hand:
     def _begun(self, batch: tuple[Share, ...]) -> tuple[Share, ...]:
         for share in batch:
             for response in share.responses:
-                response.is_with_copy = True
+                response.is_with_copy, response.is_ahead = True, share.held.delivery is None
         return batch
 
     def note_scored(self, share: Share, scored: Mapping[SampleId, samples_pb2.Sample]) -> bool:

@@ -95,8 +95,8 @@ class Scoring:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens, prompts included, of scored responses whose groups are not published."""
-        return self._hand.num_scored_tokens
+        """The tokens, prompts included, of responses that were scored ahead of groups that are not published."""
+        return self._hand.num_tokens_ahead
 
     async def run(self) -> None:
         """Returns when all candidates are published."""

@@ -27,10 +27,13 @@ from tidegate.v1 import samples_pb2
 
 @dataclass(eq=False, slots=True)
 class Response:
-    """A response of a held group. `answer` has its log-probabilities, once they are there."""
+    """A response of a held group. `answer` has its log-probabilities, once they are there.
+
+    `is_ahead`: it was dealt last while its group was not delivered."""
 
     sample: samples_pb2.Sample
     is_with_copy: bool = False
+    is_ahead: bool = False
     answer: samples_pb2.Sample | None = None
 
     @property
@@ -71,10 +74,10 @@ class HeldGroup:
         return self.delivery is not None and all(each.answer is not None for each in self.responses.values())
 
     @property
-    def num_scored_tokens(self) -> int:
-        """The tokens of the scored responses, with those of the prompt for each."""
-        scored = [each.num_tokens for each in self.responses.values() if each.answer is not None]
-        return sum(scored) + len(scored) * len(self.group.prompt_tokens)
+    def num_tokens_ahead(self) -> int:
+        """The tokens of the responses that were scored ahead, with those of the prompt for each."""
+        ahead = [each.num_tokens for each in self.responses.values() if each.answer is not None and each.is_ahead]
+        return sum(ahead) + len(ahead) * len(self.group.prompt_tokens)
 
     def has(self, response: Response) -> bool:
         """Whether it is still the response of its id: another engine may have made that again, with other tokens."""

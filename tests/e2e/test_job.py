@@ -75,6 +75,15 @@ async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
     assert _repeatable(again) == _repeatable(undisturbed["result"])
 
 
+async def test_responses_are_scored_ahead_of_their_groups_and_each_is_trained_once(tmp_path: Path) -> None:
+    raw = small_job("ahead", actor__num_logical_shards=None, scheduler__decide_every_s=0.05, algorithm__iterations=2)
+    async with running(raw, tmp_path) as job:
+        summary = (await job.result())["summary"]
+        assert trained_draws(job.folder.journal) == expected_draws(iterations=2, prompts=8, group_size=4)
+        assert max(event.inferring.num_tokens_ahead for event in job.events) > 0
+    assert (summary["lost"], summary["duplicates"]) == (0, 0)
+
+
 @pytest.mark.long
 async def test_slots_that_share_a_device_change_neither_samples_nor_weights(
     undisturbed: dict[str, Any], tmp_path: Path
