@@ -5,6 +5,8 @@ waits for the bus, and no error of the bus reaches it.
 
 Invariants:
 - Each response but the last of its group is told. [test_early_responses: each_response_but_the_last]
+- Nothing is told in reproducible mode, or of an evaluation. [test_early_responses: in_reproducible_mode_nothing]
+  [test_early_responses: evaluation_tells_nothing]
 - A bus that refuses, or does not answer, delays nothing. [test_early_responses: delays_nothing]
 """
 

@@ -18,8 +18,7 @@ Invariants:
 - A response that moves has the bits of one that does not, where engines repeat draws.
   [test_moves: same_bits_wherever_it_moves]
 - A start or a release of an engine delays no other command. [test_fleet: delays_no_other_command]
-- An evaluation publishes nothing on the stream, tells no response and changes no account.
-  [test_evaluation: puts_nothing_on_the_stream]
+- An evaluation publishes nothing on the stream and changes no account. [test_evaluation: puts_nothing_on_the_stream]
 """
 
 from __future__ import annotations
