@@ -10,7 +10,7 @@ longest response on one GPU.
 Invariants:
 - A GPU leaves between two pieces of work, never within one. [test_world: a_gpu_leaves_the_inference_between]
 - After the loss of a GPU the interrupted piece is computed again from its beginning, before all later ones.
-  [test_world: a_lost_gpu_of_the_inference]
+  [test_world: a_lost_gpu_of_the_inference_costs_a_group]
 - A response that is computed ahead is not computed again with its group. [test_world: computed_ahead_is_not_computed]
 """
 

@@ -64,7 +64,7 @@ class Hand:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens, prompts included, of responses that were scored ahead of groups that are not settled."""
+        """The tokens of responses that were scored ahead of groups that are not settled."""
         return sum(held.num_tokens_ahead for held in self._held.values())
 
     @property

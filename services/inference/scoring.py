@@ -95,7 +95,7 @@ class Scoring:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens, prompts included, of responses that were scored ahead of groups that are not published."""
+        """The tokens of responses that were scored ahead of groups that are not published."""
         return self._hand.num_tokens_ahead
 
     async def run(self) -> None:

@@ -75,9 +75,8 @@ class HeldGroup:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """The tokens of the responses that were scored ahead, with those of the prompt for each."""
-        ahead = [each.num_tokens for each in self.responses.values() if each.answer is not None and each.is_ahead]
-        return sum(ahead) + len(ahead) * len(self.group.prompt_tokens)
+        """The tokens of the responses that were scored ahead."""
+        return sum(each.num_tokens for each in self.responses.values() if each.answer is not None and each.is_ahead)
 
     def has(self, response: Response) -> bool:
         """Whether it is still the response of its id: another engine may have made that again, with other tokens."""

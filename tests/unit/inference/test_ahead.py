@@ -175,7 +175,7 @@ async def test_pictures_show_the_tokens_that_were_scored_ahead_until_their_group
                 if each.WhichOneof("body") == "inferring"
             ]
 
-        await of.bench.changes.until(lambda: 4 in shown())
+        await of.bench.changes.until(lambda: 2 in shown())
         await of.generated([0])
         await of.bench.published("iteration_reported")
         assert shown()[-1] == 0

@@ -161,7 +161,7 @@ def test_only_the_rest_of_a_group_is_dealt_when_it_is_delivered() -> None:
     hand.add_ahead(ended_response(0, 2))
     assert 0 not in hand
     assert hand.deliveries == []
-    assert hand.num_tokens_ahead == 2 + 1
+    assert hand.num_tokens_ahead == 1
     assert hand.add(Delivered(generated_group(0, rewards=[0.0] * 4))) is None
     assert 0 in hand
     assert hand.deal_ahead(num_idle=1) == ()
@@ -169,7 +169,7 @@ def test_only_the_rest_of_a_group_is_dealt_when_it_is_delivered() -> None:
     assert sorted(draws_of((rest,))) == [2, 3]
     assert not hand.note_scored(rest, scored(rest))
     assert hand.note_scored(under_way, scored(under_way))
-    assert hand.num_tokens_ahead == 2 + 1 + 2 + 2, "the rest was not scored ahead"
+    assert hand.num_tokens_ahead == 1 + 2, "the rest was not scored ahead"
 
 
 def test_a_group_that_was_scored_ahead_whole_is_returned_with_its_first_delivery_only() -> None:
