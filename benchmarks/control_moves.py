@@ -8,7 +8,7 @@ clock:
     released    the slots are free                                   GpusReleased
     called      the actor's lead has taken the command               CommandAnswered
     switched    the actor's layout is in force                       LayoutCommitted, with the reshard's own parts
-    unheld      the actor's lead has taken the end of a hold, if one was in force after the switch
+    unheld      the actor's lead has taken the end of a hold, if one was in force at the switch
     first_step  a slot that came begins its first training           timeline
 
     decide_and_tell = (asked - decided) + (called - released) + (unheld - switched)
@@ -22,6 +22,7 @@ An answer is published after the lead has taken the command, so `decide_and_tell
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ from tidegate.moves_log import Line, read_moves
 from tidegate.types import Role
 
 _NS_PER_S = 1e9
+_HOLD = re.compile(r"/hold-(?P<number>\d+)/")
+"""In the id of a command that begins or ends a hold."""
 TRAINING = "training"
 
 
@@ -154,9 +157,7 @@ def _slot_move(records: Records, taken: Planned) -> SlotMove | None:
     if not starts:
         return None
     first_s = min(starts)
-    # A hold that the decision on the new layout ends: the actor could not begin before it was told.
-    told = [at_s for name, at_s in records.answered if "/hold-" in name and switched_s <= at_s <= first_s]
-    unheld_s = told[-1] if told else switched_s
+    unheld_s = min(_unheld_s(records, switched_s), first_s)
     return SlotMove(
         transition=taken.transition,
         giver=release.role,
@@ -167,6 +168,15 @@ def _slot_move(records: Records, taken: Planned) -> SlotMove | None:
         wait_s=first_s - unheld_s,
         reshard=reshard,
     )
+
+
+def _unheld_s(records: Records, switched_s: float) -> float:
+    """When the hold that is in force at the switch ends; the switch itself where none is. In each iteration the first
+    command of its kind begins a hold, and the next one ends it."""
+    holds = [(match["number"], at_s) for name, at_s in records.answered if (match := _HOLD.search(name))]
+    before = [int(number) for number, at_s in holds if at_s < switched_s]
+    after = [at_s for _, at_s in holds if at_s >= switched_s]
+    return after[0] if after and before and before[-1] % 2 == 0 else switched_s
 
 
 def _answer(records: Records, transition: str) -> float | None:

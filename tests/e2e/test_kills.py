@@ -111,6 +111,28 @@ async def test_a_job_goes_on_by_itself_after_a_kill(case: str, want_checksum: st
         assert incarnation == WANT_INCARNATION.get(case, incarnation)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "the inference's service with its worker",
+        "the inference's rank",
+        "the rollout's service on node 0",
+        "the rollout's service on node 1",
+        "an engine on node 1",
+        "an actor's last rank, updating",
+    ],
+)
+async def test_a_job_that_scores_ahead_trains_each_sample_once_after_a_kill(case: str, tmp_path: Path) -> None:
+    """Its weights differ by rounding from one run to the next."""
+    victim, when = SURVIVED[case]
+    async with running(small_job("ahead", actor__num_logical_shards=None), tmp_path) as job:
+        await job.until(when)
+        victim(job).kill()
+        summary = (await job.result())["summary"]
+        assert trained_draws(job.folder.journal) == DRAWS
+        assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+
+
 async def test_the_death_of_a_copy_of_the_inference_costs_that_copy_alone(want_checksum: str, tmp_path: Path) -> None:
     placement = {"actor": "0,1,4,5", "rollout": "2,6", "inference": "3,7"}
     raw = small_job("plain", cluster__component_placement=placement, inference__layout={"dp": 2})

@@ -44,7 +44,7 @@ def records(
         planned(TAKE, taker, 11_010, comes=["n0/2"]),
         closed(TAKE, 12_500, outcome),
     ]
-    hold = [] if held_until_s is None else [("j/1/i0/hold-2/actor/e1/a0", held_until_s)]
+    hold = [] if held_until_s is None else [_hold(2, 11.02), _hold(3, held_until_s), _hold(4, 12.6), _hold(5, 12.8)]
     planned_moves, committed, iterations = from_log(lines)
     return Records(
         planned=planned_moves,
@@ -68,10 +68,20 @@ def test_the_parts_of_a_move_add_up_to_the_time_from_its_decision_to_its_first_s
     assert "switch_vote_s" not in move.row()
 
 
+def _hold(number: int, at_s: float) -> tuple[str, float]:
+    return f"j/1/i0/hold-{number}/actor/e1/a0", at_s
+
+
 def test_the_end_of_a_hold_is_the_schedulers_time() -> None:
     (move,) = slot_moves(records(held_until_s=12.45))
     assert move.decide_and_tell_s == pytest.approx(0.07 + 0.05)
     assert move.total_s == pytest.approx(3.0)
+
+
+def test_a_hold_that_begins_after_the_switch_is_of_another_move() -> None:
+    of = records(held_until_s=11.03)
+    (move,) = slot_moves(of)
+    assert move.decide_and_tell_s == pytest.approx(0.07)
 
 
 @pytest.mark.parametrize(
