@@ -53,10 +53,10 @@ from tidegate.types import Grant, SampleId
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
-_QUEUED_AHEAD = 1.25
+_QUEUED_AHEAD = 17 / 16
 """The requests that an engine holds, over those that it runs at once.
 
-The next request thus starts without a round trip."""
+The next request thus starts without a round trip. More would wait for this engine while another has a place."""
 
 
 class RolloutLead(Lead):
@@ -148,6 +148,7 @@ class RolloutLead(Lead):
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
+            prompt_tokens=exercises.prompt_tokens,
             max_new_tokens=self.job.config.algorithm.max_new_tokens,
             settle=partial(self._publish, plan, exercises, await self._failures(plan, candidates)),
             progress=self._new_progress(plan, exercises, candidates),
@@ -160,12 +161,14 @@ class RolloutLead(Lead):
 
     async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
         exercises = await self._opened_exercises()
-        evaluation = Evaluation(self.job, await asyncio.to_thread(exercises.held_out), version=plan.version)
+        held_out = await asyncio.to_thread(exercises.held_out)
+        evaluation = Evaluation(self.job, held_out, version=plan.version)
         prompts, num_samples = tuple(range(evaluation.num_prompts)), evaluation.samples_per_prompt
         generation = GenerationState(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
             request=evaluation.request,
+            prompt_tokens=held_out.prompt_tokens,
             max_new_tokens=longest_evaluated(self.job.config),
             settle=partial(self._judge, evaluation),
         )

@@ -194,4 +194,4 @@ async def test_a_repeated_release_does_not_disturb_the_one_at_work(
             of.leads[-1].take(scale_down(of, [first], [second]))
         assert await responses(of) == want
         moved = engines.sent(SECOND)
-        assert {moved[sample] for sample in held} == {2}
+        assert {moved[sample] for sample in held & moved.keys()} == {2}

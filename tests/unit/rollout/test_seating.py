@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from services.rollout.seating import Demand, Room, seats
 
 
-def demand(tokens: float, *, prompt: int = 0) -> Demand:
-    return Demand(prompt, tokens, tokens)
+def demand(tokens: float, *, prompt: int = 0, prompt_tokens: int = 0) -> Demand:
+    return Demand(prompt, tokens, tokens, prompt_tokens)
 
 
 def test_a_response_goes_to_the_engine_with_the_fewest_tokens_left_not_the_fewest_responses() -> None:
@@ -22,9 +22,15 @@ def test_an_engine_whose_cache_would_be_overfull_comes_last() -> None:
     assert seats(rooms, [demand(100, prompt=1), demand(100, prompt=2)]) == [0, 1]
 
 
-def test_responses_to_one_prompt_stay_together_up_to_an_equal_share() -> None:
+def test_responses_to_a_short_prompt_spread_as_those_to_several_do() -> None:
     rooms = [Room(8), Room(8)]
-    draws = [demand(10, prompt=prompt) for prompt in (0, 1) for _ in range(4)]
+    draws = [demand(10, prompt=prompt, prompt_tokens=10) for prompt in (0, 1) for _ in range(4)]
+    assert seats(rooms, draws) == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+def test_responses_to_a_long_prompt_stay_together_up_to_an_equal_share() -> None:
+    rooms = [Room(8), Room(8)]
+    draws = [demand(10, prompt=prompt, prompt_tokens=11) for prompt in (0, 1) for _ in range(4)]
     assert seats(rooms, draws) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert seats(rooms, draws[:4]) == [0, 0, 1, 1]
 

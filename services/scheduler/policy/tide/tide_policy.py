@@ -31,6 +31,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +55,10 @@ from tidegate.types import GpuId, Role
 
 SOON_S = 0.5
 """A start that is nearer counts as now: the next decision may come no sooner."""
+
+
+LOOKED_AGAIN_S = 1.0
+"""An open minibatch is searched for no sooner after the last search: events come much more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,7 @@ class TidePolicy:
         is_fixed = is_moving or not (situation.spec.carries_gradients and can_move(situation))
         if is_fixed or not _has_idle_gpus(situation):
             return _chosen(situation, assigned, memory, why)
-        if is_as_planned and self._is_fresh(situation, memory):
+        if is_as_planned and _age_s(situation, memory) < LOOKED_AGAIN_S:
             return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
         has = situation.trainer.num_gpus, len(assigned.inference)
         # The neighbours of the plan come first: a search is dear, and mostly nothing is to be moved.
@@ -319,6 +324,11 @@ def _split_planned(situation: Situation, memory: TideMemory, num_gpus: int) -> S
     stage = memory.plan.stages[0]
     num_trainer = stage.num_trainer_gpus if situation.num_unfinished else num_gpus - stage.num_inference_gpus
     return fitting(situation, Split(0, num_trainer, stage.num_inference_gpus), num_gpus)
+
+
+def _age_s(situation: Situation, memory: TideMemory) -> float:
+    """Seconds since the last search."""
+    return math.inf if memory.plan is None else (situation.now_ms - memory.plan.made_at_ms) / 1000
 
 
 def _is_due(situation: Situation, memory: TideMemory) -> bool:
