@@ -47,14 +47,12 @@ class EngineSlot:
 class GenerationState:
     """The state of one iteration's or evaluation's generation.
 
-    `request` makes the request for a sample that begins. `prompt_tokens` has those of a prompt, and
-    `max_new_tokens` bounds a response. `settle` is called
+    `request` makes the request for a sample that begins, and `max_new_tokens` bounds its response. `settle` is called
     with this state, the prompt and the responses of each complete group."""
 
     version: int
     groups: GroupsInProgress[samples_pb2.Sample]
     request: Callable[[SampleId], wire.GenerationRequest]
-    prompt_tokens: Callable[[int], Sequence[int]]
     max_new_tokens: int
     settle: Callable[[GenerationState, int, Sequence[samples_pb2.Sample]], Coroutine[Any, Any, None]]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
@@ -68,7 +66,6 @@ class GenerationState:
     """Called when the set of engines has changed, so that a new picture is published."""
     tell: Callable[[samples_pb2.Sample], None] = lambda _: None
     """Called with each response that ended ahead of its group. It returns at once."""
-    _prompt_lengths: dict[int, int] = field(default_factory=dict)
 
     def to_send(self, sample: SampleId) -> wire.GenerationRequest:
         """The request for a sample, with what other engines made of its response."""
@@ -77,22 +74,16 @@ class GenerationState:
             request.partial.CopyFrom(partial)
         return request
 
-    def _num_prompt_tokens(self, prompt: int) -> int:
-        if prompt not in self._prompt_lengths:
-            self._prompt_lengths[prompt] = len(self.prompt_tokens(prompt))
-        return self._prompt_lengths[prompt]
-
     def demands(self) -> Callable[[SampleId, int], Demand]:
         """What a sample needs that has so many tokens."""
         expected = self.progress.expected_tokens() if self.progress is not None else lambda _: None
 
         def demand(sample: SampleId, num_tokens: int) -> Demand:
-            known, prompt_tokens = expected(sample.prompt), self._num_prompt_tokens(sample.prompt)
+            known = expected(sample.prompt)
             if known is None:
-                most = self.max_new_tokens
-                return Demand(sample.prompt, most - num_tokens, most, prompt_tokens)
+                return Demand(self.max_new_tokens - num_tokens, self.max_new_tokens)
             # Lengths have long tails: a response past its expected length is taken for about to double.
             final = min(float(self.max_new_tokens), known if num_tokens < known else 2.0 * num_tokens)
-            return Demand(sample.prompt, max(1.0, final - num_tokens), final, prompt_tokens)
+            return Demand(max(1.0, final - num_tokens), final)
 
         return demand

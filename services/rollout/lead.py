@@ -148,7 +148,6 @@ class RolloutLead(Lead):
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, remaining, plan.group_size),
             request=partial(self._request, exercises),
-            prompt_tokens=exercises.prompt_tokens,
             max_new_tokens=self.job.config.algorithm.max_new_tokens,
             settle=partial(self._publish, plan, exercises, await self._failures(plan, candidates)),
             progress=self._new_progress(plan, exercises, candidates),
@@ -161,14 +160,12 @@ class RolloutLead(Lead):
 
     async def evaluate(self, plan: types_pb2.EvaluationPlan) -> None:
         exercises = await self._opened_exercises()
-        held_out = await asyncio.to_thread(exercises.held_out)
-        evaluation = Evaluation(self.job, held_out, version=plan.version)
+        evaluation = Evaluation(self.job, await asyncio.to_thread(exercises.held_out), version=plan.version)
         prompts, num_samples = tuple(range(evaluation.num_prompts)), evaluation.samples_per_prompt
         generation = GenerationState(
             version=plan.version,
             groups=GroupsInProgress(self.incarnation, plan.iteration, prompts, num_samples),
             request=evaluation.request,
-            prompt_tokens=held_out.prompt_tokens,
             max_new_tokens=longest_evaluated(self.job.config),
             settle=partial(self._judge, evaluation),
         )

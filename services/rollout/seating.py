@@ -6,8 +6,7 @@ Each response, in the order of the queue, goes to an engine with a place for it.
 3. then the one with the fewest responses, then the first.
 
 Responses to one prompt thus come to different engines: their lengths are alike, and an engine with all of the longest
-prompt's would end last. Where the prompt is longer than what they are expected to generate, they stay together, so that
-an engine can share the prompt's cache, as long as it has no more than its equal share of the tokens.
+prompt's would end last. No engine here keeps a prompt's cache for the next response (docs/engines.md).
 
 A response's tokens are those that it is expected to have. Where nothing is known they are equal, and engines get equal
 numbers of responses.
@@ -15,7 +14,6 @@ numbers of responses.
 Invariants:
 - Every response gets an engine, and no engine more than its places. [test_seating: no_engine_gets_more]
 - Equal responses spread evenly over equal engines. [test_seating: equal_responses_spread]
-- Responses to a short prompt spread as those to several do. [test_seating: responses_to_a_short_prompt_spread]
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one response needs of an engine: tokens to generate, and tokens of KV cache at its end, prompt excluded."""
+    """What one response needs of an engine: tokens to generate, and tokens of KV cache at its end."""
 
-    prompt: int
     tokens_left: float
     kv_tokens: float
-    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +47,6 @@ def seats(rooms: Sequence[Room], demands: Sequence[Demand]) -> list[int]:
     num_held = [len(room.held) for room in rooms]
     most = [num_held[index] + room.num_places for index, room in enumerate(rooms)]
 
-    share = (sum(left) + sum(demand.tokens_left for demand in demands)) / max(len(rooms), 1)
-    prompt, index = -1, 0
-
     def rank(index: int, demand: Demand) -> tuple[bool, float, int, int]:
         capacity = rooms[index].kv_capacity_tokens
         is_overfull = 0 < capacity < kv[index] + demand.kv_tokens
@@ -61,11 +54,7 @@ def seats(rooms: Sequence[Room], demands: Sequence[Demand]) -> list[int]:
 
     chosen = []
     for demand in demands:
-        is_within = num_held[index] < most[index] and left[index] + demand.tokens_left <= share
-        stays = demand.prompt == prompt and demand.prompt_tokens > demand.tokens_left
-        if not (stays and is_within):
-            _, _, _, index = min(rank(each, demand) for each in range(len(rooms)) if num_held[each] < most[each])
-        prompt = demand.prompt
+        _, _, _, index = min(rank(each, demand) for each in range(len(rooms)) if num_held[each] < most[each])
         left[index] += demand.tokens_left
         kv[index] += demand.kv_tokens
         num_held[index] += 1

@@ -122,10 +122,6 @@ class Engines:
 RolloutBench = Bench[RolloutLead, FakeEngine]
 
 
-TOGETHER = {"max_new_tokens": 3}
-"""Responses that are taken for shorter than their prompts: those to one prompt go to one engine."""
-
-
 def rollout(tmp_path: Path, engines: Engines, **options: Any) -> AbstractAsyncContextManager[RolloutBench]:
     return bench(tmp_path, Role.ROLLOUT, RolloutLead, engines.make, **options)
 

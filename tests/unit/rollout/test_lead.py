@@ -20,7 +20,6 @@ from tests.unit.rollout.fake_engines import (
     FIRST,
     PLENTY,
     SECOND,
-    TOGETHER,
     Engines,
     RolloutBench,
     engine_at_work,
@@ -178,8 +177,8 @@ async def test_a_response_that_an_engine_aborted_is_made_again(tmp_path: Path) -
 
 async def test_a_new_lead_makes_only_what_the_stream_lacks(tmp_path: Path) -> None:
     engines = Engines()
-    engines.num_permits = {FIRST: 2, SECOND: 0}
-    async with rollout(tmp_path, engines, algorithm=TOGETHER) as of:
+    engines.num_permits = {FIRST: 1, SECOND: 1}
+    async with rollout(tmp_path, engines) as of:
         old = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.published("progress")
         await old.aclose()
@@ -210,14 +209,14 @@ async def test_a_new_lead_that_finds_all_groups_on_the_stream_reports_at_once(tm
 
 async def test_the_iteration_does_not_end_while_a_group_is_being_published(tmp_path: Path) -> None:
     engines = Engines()
-    engines.num_permits[SECOND] = 0
+    engines.num_permits[SECOND] = 3
     held: list[HeldPublishing] = []
 
     def wrap(samples: SampleStream, changes: Changes) -> SampleStream:
         held.append(HeldPublishing(samples, changes, prompt=2))
         return held[0]
 
-    async with rollout(tmp_path, engines, algorithm=TOGETHER, wrap=wrap) as of:
+    async with rollout(tmp_path, engines, wrap=wrap) as of:
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.changes.until(lambda: held[0].is_holding)
         engines.open(SECOND)
@@ -329,8 +328,8 @@ async def test_failures_within_the_limit_are_on_the_stream_with_their_samples(tm
 
 async def test_a_new_lead_counts_the_failures_that_an_earlier_lead_published(tmp_path: Path) -> None:
     engines = Engines()
-    engines.num_permits = {FIRST: 2, SECOND: 0}
-    async with rollout(tmp_path, engines, algorithm=TOGETHER) as of:
+    engines.num_permits = {FIRST: 1, SECOND: 1}
+    async with rollout(tmp_path, engines) as of:
         old = on_data(of, tmp_path, "xxxa")
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.published("progress")
@@ -386,14 +385,14 @@ async def test_no_more_groups_are_replaced_than_there_are_extra_prompts(tmp_path
 
 
 async def test_a_new_lead_replaces_the_same_groups(tmp_path: Path) -> None:
-    async with rollout(tmp_path / "whole", Engines(), algorithm=REPLACED | TOGETHER) as of:
+    async with rollout(tmp_path / "whole", Engines(), algorithm=REPLACED) as of:
         replacing(of)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.published("iteration_reported")
         want = await groups_on_stream(of)
     engines = Engines()
-    engines.num_permits = {FIRST: 7, SECOND: 0}
-    async with rollout(tmp_path / "broken", engines, algorithm=REPLACED | TOGETHER) as of:
+    engines.num_permits = {FIRST: 4, SECOND: 3}
+    async with rollout(tmp_path / "broken", engines, algorithm=REPLACED) as of:
         old = replacing(of)
         give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.published("progress", count=2)
@@ -448,8 +447,8 @@ async def test_an_engine_generates_only_once_it_holds_the_version_of_the_iterati
 
 async def test_a_newer_incarnation_ends_running_requests_and_makes_all_responses_anew(tmp_path: Path) -> None:
     engines = Engines()
-    engines.num_permits = {FIRST: 2, SECOND: 0}
-    async with rollout(tmp_path, engines, algorithm=TOGETHER) as of:
+    engines.num_permits = {FIRST: 1, SECOND: 1}
+    async with rollout(tmp_path, engines) as of:
         lead = give(of, of.scale_up(weights=snapshot(0)), of.open_iteration())
         await of.published("progress")
         for gpu in (FIRST, SECOND):
