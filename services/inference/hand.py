@@ -44,7 +44,7 @@ class Hand:
         self.max_batches = BATCHES_A_STAGE * num_stages
         self._held: dict[int, HeldGroup] = {}
         self._waiting: deque[Share] = deque()
-        """Of delivered groups."""
+        """Shares of delivered groups."""
         self._ahead: dict[int, HeldGroup] = {}
         """The groups without a delivery of which responses wait, the oldest first."""
 

@@ -267,17 +267,8 @@ class RolloutLead(Lead):
         async with early_responses(self.tools.samples) as tell:
 
             def tell_ended(response: samples_pb2.Sample) -> None:
-                prompt = response.id.prompt
-                group = samples_pb2.SampleGroup(
-                    job=self.tools.job_id,
-                    incarnation=self.incarnation,
-                    iteration=plan.iteration,
-                    prompt=prompt,
-                    version=plan.version,
-                    prompt_tokens=exercises.prompt_tokens(prompt),
-                    samples=[samples_pb2.Sample(id=response.id, response_tokens=response.response_tokens)],
-                )
-                tell(group)
+                alone = samples_pb2.Sample(id=response.id, response_tokens=response.response_tokens)
+                tell(self._group(plan, response.id.prompt, exercises, [alone]))
 
             generation.tell = tell_ended
             yield
@@ -419,16 +410,8 @@ class RolloutLead(Lead):
                 samples_pb2.RewardFailure(reward=each.reward, message=each.message, traceback=each.traceback)
                 for each in judged.failures.get(place, ())
             )
-        group = samples_pb2.SampleGroup(
-            job=self.tools.job_id,
-            incarnation=self.incarnation,
-            iteration=plan.iteration,
-            prompt=prompt,
-            version=plan.version,
-            prompt_tokens=exercises.prompt_tokens(prompt),
-            samples=responses,
-            grants=encode_grants(self.crew.members),
-        )
+        group = self._group(plan, prompt, exercises, responses)
+        group.grants.extend(encode_grants(self.crew.members))
         is_new = await self.tools.samples.publish(Stage.GENERATED, group)
         # If an earlier lead published the group, its copy counts, with its rewards.
         stored = group if is_new else await self.stored_group(Stage.GENERATED, plan, prompt) or group
@@ -439,6 +422,23 @@ class RolloutLead(Lead):
             figures["num_failed_rewards"] = float(num_failed)
         await self.report_progress("generate", len(candidates.seen), len(candidates.prompts), **figures)
         failures.check()
+
+    def _group(
+        self,
+        plan: types_pb2.IterationPlan,
+        prompt: int,
+        exercises: Exercises,
+        responses: Sequence[samples_pb2.Sample],
+    ) -> samples_pb2.SampleGroup:
+        return samples_pb2.SampleGroup(
+            job=self.tools.job_id,
+            incarnation=self.incarnation,
+            iteration=plan.iteration,
+            prompt=prompt,
+            version=plan.version,
+            prompt_tokens=exercises.prompt_tokens(prompt),
+            samples=responses,
+        )
 
     async def _failures(self, plan: types_pb2.IterationPlan, candidates: Candidates) -> FailedRewards:
         """The failures of the groups on the stream, which an earlier lead published."""

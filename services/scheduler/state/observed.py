@@ -113,7 +113,7 @@ class Inferring:
 
     `ready` are the groups with log-probabilities, in the order in which the trainer gets them.
     `rate_tokens_per_s_per_gpu` is measured. None: nothing has been computed yet.
-    `num_tokens_ahead`: tokens of responses that are computed, of groups that are not ready.
+    `num_tokens_ahead`: tokens of responses that are scored ahead of their groups, of groups that are not ready.
     """
 
     ready: tuple[int, ...] = ()

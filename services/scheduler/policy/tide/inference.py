@@ -1,15 +1,14 @@
 """When inference hands lots on, in a segment of a forecast. Pure numpy: one row a plan.
 
 Without scoring ahead a lot is one piece of work, which can begin when the lot ends (Lindley, see `forecast`). Where
-responses are scored as they end, a lot is handed on when the latest of these is done:
+responses are scored as they end, a lot is handed on when the latest of three ends is reached:
 
-    the last response of each group, by the same formula with its tokens alone
-    that response by itself, on one GPU
-    all tokens of this lot and those before it that are not scored yet, from the beginning of the segment on
+1. The last responses of its groups are scored. The same formula holds, with their tokens alone.
+2. One GPU alone has scored the longest of these.
+3. All tokens of this lot and the lots before it are scored. Inference is busy from the segment's beginning on.
 
-The third bound reckons inference as busy from then on. A segment begins with what was scored before it (`At`): no more
-than inference could score, nor than responses that have ended. A lot's responses, all but the last, end evenly between
-now and the lot's end.
+A segment begins with what was scored before it (`At`): no more than inference could score, nor than responses that
+have ended. A lot's responses, all but the last, end evenly between now and the lot's end.
 
 Where gradients are carried, inference has the engines' GPUs for the lot that ends the rollout.
 
