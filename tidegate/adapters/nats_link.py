@@ -9,9 +9,9 @@ A call ends in one of these ways:
 Time-outs, missing responders (a stream between two leaders) and JetStream's 503 are retried.
 
 Invariants:
-- The connection is kept up for good: only `close` closes it. [test_bus: go_on_after_the_server_was_killed]
+- The connection is kept up for good: only `close` closes it. [test_bus_server: go_on_after_the_server_was_killed]
 - The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
-- No error text carries a URL's credentials. [test_bus: named_without_its_password]
+- No error text carries a URL's credentials. [test_bus_server: named_without_its_password]
 
 Every pull has its own inbox, so that a late answer to an abandoned call reaches nobody and is delivered again.
 """

@@ -1,23 +1,24 @@
 """The bus as the services see it: for each job a log of events, a stream of samples and dead letters; a fencing term.
 
-Every implementation keeps these promises (tests/contract/test_bus.py checks each implementation):
-- Events of a job are totally ordered by their stream sequence. [test_bus: reading_the_log_gives_events_in_order]
-- A repeated event id is stored once. [test_bus: repeated_event_is_stored_once]
+Every implementation keeps these promises (tests/contract/test_bus_*.py check each implementation):
+- Events of a job are totally ordered by their stream sequence. [test_bus_events: reading_the_log_gives_events_in_order]
+- A repeated event id is stored once. [test_bus_events: repeated_event_is_stored_once]
 - A group is stored once for (stage, incarnation, iteration, prompt), however often it is published.
-  [test_bus: group_is_stored_once]
+  [test_bus_samples: group_is_stored_once]
 - Delivery is at least once. A message that is neither acknowledged nor reported in progress within `ack_wait_s` comes
-  again. [test_bus: unsettled_group_is_delivered_again]
+  again. [test_bus_samples: unsettled_group_is_delivered_again]
 - Consumers are durable by name: they continue where they were after a crash, a reconnect or a restart of the server.
-  [test_bus: go_on_after_the_server_was_killed]
+  [test_bus_server: go_on_after_the_server_was_killed]
 - An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped,
-  events for good. [test_bus: prompts_of_an_iteration_are_exactly]
+  events for good. [test_bus_samples: prompts_of_an_iteration_are_exactly]
 - A figure (`tidegate.events.FIGURES`) stays until its source publishes the next of its kind and iteration. So figures
-  do not fill the log, and sequences have gaps. [test_bus: figure_is_replaced_by_the_next]
+  do not fill the log, and sequences have gaps. [test_bus_events: figure_is_replaced_by_the_next]
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
-  `on_dead_letter` gets it. It is delivered again only after a replay. [test_bus: undecodable_group_becomes_a_dead]
+  `on_dead_letter` gets it. It is delivered again only after a replay.
+  [test_bus_dead_letters: undecodable_group_becomes_a_dead]
 - A response that ended is told at most once, to whoever listens then, and stored nowhere. To tell one waits for nobody.
-  [test_bus: response_that_is_told_reaches_those_who_listen]
-- The fencing term only grows, by compare-and-set. [test_bus: term_grows_by_compare_and_set]
+  [test_bus_responses: response_that_is_told_reaches_those_who_listen]
+- The fencing term only grows, by compare-and-set. [test_bus_term: term_grows_by_compare_and_set]
 """
 
 from __future__ import annotations
