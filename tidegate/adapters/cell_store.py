@@ -2,9 +2,9 @@
 
 Invariants:
 - Every write expects all cells that it was decided on. A decision on a stale cell is taken again or refused.
-  [test_store: many_states_saved_at_once]
+  [test_store_records: many_states_saved_at_once]
 - A `decide` function writes nothing when its effect is already there, so any call may be repeated.
-  [test_store: step_repeated_changes_nothing]
+  [test_store_ownership: step_repeated_changes_nothing]
 - A call without an answer is repeated a few times, each time with a new decision on the store's contents. Then it fails
   with StoreUnavailable. A call waits at most for these repeats and the adapter's own deadlines.
   [test_redis_store: given_up_in_bounded_time]

@@ -4,13 +4,13 @@
 implements only `Cells`.
 
 Invariants of an implementation:
-- One `read` shows one moment of the server. [test_store: commit_and_an_abort]
+- One `read` shows one moment of the server. [test_store_ownership: commit_and_an_abort]
 - One `swap` happens entirely or not at all, and only if every cell is as expected. The same holds for `open`.
-  [test_store: many_states_saved_at_once]
+  [test_store_records: many_states_saved_at_once]
 - `read` and `swap` raise StoreNotAdopted unless the session has the server's run id and the term of its adoption.
-  [test_store: refused_after_the_server_restarted]
+  [test_store_adoption: refused_after_the_server_restarted]
 - A call without an answer raises StoreUnavailable. A `swap` or `open` may then have happened, or may happen later, but
-  only on the cells that it expects. [test_store: saved_state_whose_answer_is_lost]
+  only on the cells that it expects. [test_store_lost_answers: saved_state_whose_answer_is_lost]
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariants:
 - Each script compares the run id of its server and the term with those of the last adoption (guard.lua).
-  [test_store: refused_after_another_client_adopted]
+  [test_store_adoption: refused_after_another_client_adopted]
 - The writes of a script are one unit in the append-only file and on replicas.
   [test_redis_store: all_keys_share_one_hash_tag]
 - A call ends within the socket timeouts. A call without an answer raises StoreUnavailable.

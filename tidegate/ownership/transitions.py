@@ -15,7 +15,7 @@ Invariants:
 - No two open transitions hold one GPU, and a closed one holds none. [test_ownership: open_transitions_are_disjoint]
 - Each step carries the token that the GPU had at the decision, and fails if that token is stale.
   [test_records: a_step_with_a_stale_token]
-- A component commits only GPUs that it owns. [test_store: lost_and_reclaimed_since_its_grant]
+- A component commits only GPUs that it owns. [test_store_ownership: lost_and_reclaimed_since_its_grant]
 - A repeated step changes nothing. [test_records: a_repeated_step_changes_nothing]
 """
 

@@ -1,13 +1,13 @@
 """The store as the services see it: ownership, leases, leads, job state, commands, boots, and the right to write.
 
-Every implementation keeps these promises (tests/contract/test_store.py checks each implementation):
+Every implementation keeps these promises (tests/contract/test_store_*.py check each implementation):
 - Every call but `identity`, `attach`, `contents` and `adopt` is refused with StoreNotAdopted, unless this client
-  attached to this very server under this very term. [test_store: refused_after_another_client_adopted]
+  attached to this very server under this very term. [test_store_adoption: refused_after_another_client_adopted]
 - No write is blind: it happens only if the values that it was decided on are still there.
-  [test_store: state_is_saved_only_over_the_write]
+  [test_store_records: state_is_saved_only_over_the_write]
 - Every call may be repeated: a repeat gives the same result and changes nothing.
-  [test_store: step_repeated_changes_nothing]
-- Time is the store's clock, in Unix milliseconds. [test_store: lease_expires_by_the_stores_clock]
+  [test_store_ownership: step_repeated_changes_nothing]
+- Time is the store's clock, in Unix milliseconds. [test_store_leads: lease_expires_by_the_stores_clock]
 
 What a caller does after a failure:
 - StoreNotAdopted: `attach` again (adoption may have to come first), then rebuild from the store's contents. Former

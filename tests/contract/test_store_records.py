@@ -1,0 +1,74 @@
+"""Every store overwrites no record unseen: states of jobs, results of commands and the boots of instances."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.contract.store_bench import JOB, ONE, TWO, attached, servers, store, world
+from tests.contract.store_worlds import World
+from tidegate.adapters.cell_store import CellStore
+from tidegate.ownership.records import VersionConflict
+from tidegate.ports.store import JobState
+from tidegate.types import CommandId, JobId
+
+__all__ = ["servers", "store", "world"]
+
+
+class TestJobStates:
+    async def test_a_state_is_saved_only_over_the_write_it_was_made_from(self, store: CellStore) -> None:
+        assert await store.load(JOB) is None
+        first = await store.save(JOB, b"\x00one\n1 2\n", expected_write=0, version=1)
+        assert first == JobState(b"\x00one\n1 2\n", 1, 1)
+        assert await store.load(JOB) == first
+        with pytest.raises(VersionConflict, match="written 1 times, not 0"):
+            await store.save(JOB, b"other", expected_write=0, version=1)
+        assert await store.save(JOB, b"two", expected_write=1, version=1) == JobState(b"two", 2, 1)
+
+    async def test_a_client_that_missed_a_write_saves_nothing_over_it(self, world: World, store: CellStore) -> None:
+        await store.save(JOB, b"one", expected_write=0, version=1)
+        other = await attached(world)
+        await other.load(JOB)
+        await other.save(JOB, b"two", expected_write=1, version=1)
+        with pytest.raises(VersionConflict, match="written 2 times, not 1"):
+            await store.save(JOB, b"mine", expected_write=1, version=1)
+        assert await store.load(JOB) == JobState(b"two", 2, 1)
+
+    async def test_the_version_of_a_saved_state_does_not_fall(self, store: CellStore) -> None:
+        await store.save(JOB, b"one", expected_write=0, version=2)
+        with pytest.raises(ValueError, match="cannot go back to 1"):
+            await store.save(JOB, b"two", expected_write=1, version=1)
+
+    async def test_of_many_states_saved_at_once_exactly_one_is_stored(self, world: World, store: CellStore) -> None:
+        clients = [await attached(world) for _ in range(5)]
+        results = await asyncio.gather(
+            *(client.save(JOB, b"%d" % index, expected_write=0, version=0) for index, client in enumerate(clients)),
+            return_exceptions=True,
+        )
+        stored = [each for each in results if isinstance(each, JobState)]
+        assert stored == [await store.load(JOB)]
+        assert sum(isinstance(each, VersionConflict) for each in results) == 4
+
+
+class TestCommandsAndBoots:
+    async def test_every_caller_gets_the_first_result_of_a_command(self, world: World, store: CellStore) -> None:
+        command = CommandId("start/scale-up/actor/1")
+        assert await store.recall(JOB, command) is None
+        clients = [await attached(world) for _ in range(4)]
+        results = await asyncio.gather(
+            *(client.remember(JOB, command, b"result %d" % index) for index, client in enumerate(clients))
+        )
+        assert set(results) == {await store.recall(JOB, command)}
+        assert await store.recall(JobId("other"), command) is None
+
+    async def test_an_empty_command_result_is_stored_as_a_result(self, store: CellStore) -> None:
+        await store.remember(JOB, CommandId("c"), b"")
+        assert await store.remember(JOB, CommandId("c"), b"later") == b""
+
+    async def test_boots_of_an_instance_are_never_the_same(self, world: World, store: CellStore) -> None:
+        assert await store.next_boot(ONE) == 1
+        clients = [await attached(world) for _ in range(4)]
+        boots = await asyncio.gather(*(client.next_boot(ONE) for client in clients))
+        assert sorted(boots) == [2, 3, 4, 5]
+        assert await store.next_boot(TWO) == 1
