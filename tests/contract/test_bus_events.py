@@ -84,8 +84,9 @@ async def test_without_a_time_to_wait_a_consumer_takes_what_is_there(bench: Benc
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     assert await consumer.next(timeout_s=0.0) is None
     await bench.bus.events.publish(numbered(source(), bench.job, 1))
-    taken = await consumer.next(timeout_s=0.0)
-    assert taken is not None
+    # A server may store an event a moment before a consumer can take it.
+    while (taken := await consumer.next(timeout_s=0.0)) is None:
+        pass
     assert number_of(taken.event) == 1
 
 
@@ -137,70 +138,40 @@ async def test_a_figure_is_replaced_by_the_next_one_of_its_source_and_iteration(
     assert found == [(2, 100), (3, 2), (4, 3), (50, 49)]
 
 
-async def test_a_consumer_that_fell_behind_gets_the_last_figure_only_and_every_other_event(bench: Bench) -> None:
+async def test_a_consumer_gets_no_figures_and_a_page_has_them_in_their_order(bench: Bench) -> None:
     events = source()
-    consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     await bench.bus.events.publish(figure(events, bench.job, 1))
-    in_flight = await consumer.next(timeout_s=PATIENT_S)
-    assert in_flight is not None
-    for count in (2, 3):
-        await bench.bus.events.publish(numbered(events, bench.job, count * 10))
-        await bench.bus.events.publish(figure(events, bench.job, count))
-    await in_flight.ack()
-    seen: list[int] = []
-    while (delivery := await consumer.next(timeout_s=PATIENT_S if len(seen) < 3 else SOON_S)) is not None:
-        seen.append(number_of(delivery.event))
-        await delivery.ack()
-    assert seen == [20, 30, 3]
-
-
-async def test_a_delivery_names_the_one_before_it_where_this_client_got_that(bench: Bench) -> None:
-    events = source()
-    one, other = [
-        await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter) for _ in range(2)
-    ]
-    for count in (1, 2, 3):
-        await bench.bus.events.publish(numbered(events, bench.job, count))
-    for count in (4, 5):
-        await bench.bus.events.publish(figure(events, bench.job, count))
-    await bench.bus.events.publish(numbered(events, bench.job, 6))
-    found = []
-    for consumer in (one, one, other, one, one):
-        delivery = await consumer.next(timeout_s=PATIENT_S)
-        assert delivery is not None
-        found.append((delivery.sequence, delivery.follows))
-        await delivery.ack()
-    assert found == [(1, None), (2, 1), (3, None), (5, None), (6, 5)]
-
-
-async def test_a_delivery_counts_the_events_behind_it_and_a_page_has_them(bench: Bench) -> None:
-    events = source()
-    for count in (1, 2, 3):
-        await bench.bus.events.publish(numbered(events, bench.job, count))
+    await bench.bus.events.publish(numbered(events, bench.job, 2))
     await bench.publish_raw(subjects.event_subject(bench.job), b"no event")
     await bench.bus.events.publish(figure(events, bench.job, 4))
+    await bench.bus.events.publish(numbered(events, bench.job, 5))
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     first = await consumer.next(timeout_s=PATIENT_S)
     assert first is not None
-    assert (first.sequence, first.num_waiting) == (1, 4)
-    page = await bench.bus.events.page(bench.job, after_sequence=1)
-    assert [(sequence, number_of(event)) for sequence, event in page] == [(2, 2), (3, 3), (5, 4)]
+    assert (first.sequence, number_of(first.event)) == (2, 2)
+    page = await bench.bus.events.page(bench.job, after_sequence=0)
+    assert [(sequence, number_of(event)) for sequence, event in page] == [(2, 2), (4, 4), (5, 5)]
     assert await bench.bus.events.page(bench.job, after_sequence=5) == []
     await first.ack()
     second = await consumer.next(timeout_s=PATIENT_S)
     assert second is not None
-    assert second.sequence == 2, "a page consumes nothing"
+    assert second.sequence == 5, "a page consumes nothing"
 
 
-async def test_a_figure_replaced_while_it_was_in_flight_does_not_come_again(bench: Bench) -> None:
+async def test_a_consumer_says_until_which_event_all_are_acknowledged(bench: Bench) -> None:
     events = source()
     consumer = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
-    await bench.bus.events.publish(figure(events, bench.job, 1))
-    assert await consumer.next(timeout_s=PATIENT_S) is not None, "its holder dies without settling it"
-    await bench.bus.events.publish(figure(events, bench.job, 2))
-    later = await consumer.next(timeout_s=PATIENT_S)
-    assert later is not None
-    assert number_of(later.event) == 2
+    assert await consumer.acknowledged() == 0
+    for count in (1, 2):
+        await bench.bus.events.publish(numbered(events, bench.job, count))
+        await bench.bus.events.publish(figure(events, bench.job, count))
+    for acknowledged in (0, 1):
+        delivery = await consumer.next(timeout_s=PATIENT_S)
+        assert delivery is not None
+        assert await consumer.acknowledged() == acknowledged
+        await delivery.ack()
+    other = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    assert await other.acknowledged() == 3
 
 
 async def test_a_figure_of_a_name_that_is_no_part_of_a_subject_stays_like_any_event(bench: Bench) -> None:

@@ -79,18 +79,6 @@ class MemoryJobStreams:
 
 
 class _EventDelivery(Delivery[Event]):
-    def __init__(self, consumer: DurableConsumer[Event], sequence: int, event: Event, *, follows: int | None) -> None:
-        super().__init__(consumer, sequence, event)
-        self._follows = follows
-
-    @property
-    def follows(self) -> int | None:
-        return self._follows
-
-    @property
-    def num_waiting(self) -> int:
-        return self._consumer.num_after(self.sequence)
-
     @property
     def event(self) -> Event:
         return self._message
@@ -105,16 +93,14 @@ class _SampleDelivery(Delivery[SampleGroup]):
 class _EventConsumer:
     def __init__(self, consumer: DurableConsumer[Event]) -> None:
         self._consumer = consumer
-        self._last: tuple[int, int] | None = None
-        """The last delivery to this client: its number among all deliveries of the consumer, and its sequence."""
 
     async def next(self, *, timeout_s: float) -> _EventDelivery | None:
         for sequence, event in await self._consumer.fetch(1, timeout_s=timeout_s):
-            number, before = self._consumer.num_deliveries, self._last
-            self._last = (number, sequence)
-            is_next = before is not None and number == before[0] + 1
-            return _EventDelivery(self._consumer, sequence, event, follows=before[1] if before and is_next else None)
+            return _EventDelivery(self._consumer, sequence, event)
         return None
+
+    async def acknowledged(self) -> int:
+        return self._consumer.settled_until()
 
 
 class MemoryEventLog:
@@ -175,7 +161,7 @@ class MemoryEventLog:
             job=job,
             stream=stream,
             progress=stream.progress.setdefault(subjects.consumer_name(name), Progress()),
-            pattern="tg.>",
+            pattern=subjects.event_subject(job),
             decode=decode,
             ack_wait_s=self._server.limits.event_ack_wait_s,
             one_at_a_time=True,

@@ -37,7 +37,6 @@ class Progress:
     num_delivered: dict[int, int] = field(default_factory=dict)
     due: dict[int, float] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
-    num_deliveries: int = 0
 
 
 @dataclass(slots=True)
@@ -222,17 +221,13 @@ class DurableConsumer(Generic[M]):
     def num_delivered(self, sequence: int) -> int:
         return self._source.progress.num_delivered[sequence]
 
-    @property
-    def num_deliveries(self) -> int:
-        """The deliveries of all messages, to all clients of this consumer's name."""
-        return self._source.progress.num_deliveries
-
     def num_waiting(self) -> int:
         return len(self._unsettled())
 
-    def num_after(self, sequence: int) -> int:
-        """The messages that were never delivered."""
-        return sum(later > sequence for later in self._unsettled())
+    def settled_until(self) -> int:
+        """The last message that is settled, with all before it."""
+        first = min(self._unsettled(), default=None)
+        return max((each for each in self._source.progress.settled if first is None or each < first), default=0)
 
     def settle(self, sequence: int) -> None:
         self._source.progress.settled.add(sequence)
@@ -266,7 +261,6 @@ class DurableConsumer(Generic[M]):
         if self._source.one_at_a_time and any(progress.due.get(sequence, now) > now for sequence in unsettled):
             return []
         taken = ready[:num]
-        progress.num_deliveries += len(taken)
         for sequence in taken:
             progress.num_delivered[sequence] = progress.num_delivered.get(sequence, 0) + 1
             progress.due[sequence] = now + self._source.ack_wait_s

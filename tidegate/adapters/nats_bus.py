@@ -104,18 +104,6 @@ class NatsJobStreams:
 
 
 class _EventDelivery(Delivery[Event]):
-    def __init__(self, consumer: DurableConsumer[Event], raw: Msg, event: Event, *, follows: int | None) -> None:
-        super().__init__(consumer, raw, event)
-        self._follows = follows
-
-    @property
-    def follows(self) -> int | None:
-        return self._follows
-
-    @property
-    def num_waiting(self) -> int:
-        return self._raw.metadata.num_pending
-
     @property
     def event(self) -> Event:
         return self._message
@@ -130,16 +118,14 @@ class _SampleDelivery(Delivery[SampleGroup]):
 class _EventConsumer:
     def __init__(self, consumer: DurableConsumer[Event]) -> None:
         self._consumer = consumer
-        self._last: tuple[int, int] | None = None
-        """The last delivery to this client: its number among all deliveries of the consumer, and its sequence."""
 
     async def next(self, *, timeout_s: float) -> _EventDelivery | None:
         for raw, event in await self._consumer.fetch(1, timeout_s=timeout_s):
-            place, before = raw.metadata.sequence, self._last
-            self._last = (place.consumer, place.stream)
-            is_next = before is not None and place.consumer == before[0] + 1
-            return _EventDelivery(self._consumer, raw, event, follows=before[1] if before and is_next else None)
+            return _EventDelivery(self._consumer, raw, event)
         return None
+
+    async def acknowledged(self) -> int:
+        return int((await self._consumer.info())["ack_floor"]["stream_seq"])
 
 
 class NatsEventLog:
@@ -212,7 +198,7 @@ class NatsEventLog:
             job=job,
             stream=subjects.events_stream(job),
             consumer=subjects.consumer_name(name),
-            filter_subject=None,
+            filter_subject=subjects.event_subject(job),
             decode=_decode_event_message,
             ack_wait_s=self._limits.event_ack_wait_s,
             max_ack_pending=1,

@@ -99,12 +99,12 @@ class NatsDeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class Source(Generic[M]):
-    """The stream of a job that a durable consumer reads, and how it checks messages. No filter: all of the stream."""
+    """The stream of a job that a durable consumer reads, and how it checks messages."""
 
     job: JobId
     stream: str
     consumer: str
-    filter_subject: str | None
+    filter_subject: str
     decode: Callable[[Msg], M]
     ack_wait_s: float
     max_ack_pending: int
@@ -159,9 +159,8 @@ class DurableConsumer(Generic[M]):
             "ack_wait": int(source.ack_wait_s * _NS),
             "max_deliver": -1,
             "max_ack_pending": source.max_ack_pending,
+            "filter_subject": source.filter_subject,
         }
-        if source.filter_subject is not None:
-            config["filter_subject"] = source.filter_subject
         await self._link.api(
             f"CONSUMER.DURABLE.CREATE.{source.stream}.{source.consumer}",
             {"stream_name": source.stream, "config": config},

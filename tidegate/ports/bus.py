@@ -13,6 +13,7 @@ Every implementation keeps these promises (tests/contract/test_bus_*.py check ea
   events for good. [test_bus_samples: prompts_of_an_iteration_are_exactly]
 - A figure (`tidegate.events.FIGURES`) stays until its source publishes the next of its kind and iteration. So figures
   do not fill the log, and sequences have gaps. [test_bus_events: figure_is_replaced_by_the_next]
+- Consumers get no figures, so these wake nobody. [test_bus_events: consumer_gets_no_figures]
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
   `on_dead_letter` gets it. It is delivered again only after a replay.
   [test_bus_dead_letters: undecodable_group_becomes_a_dead]
@@ -119,17 +120,6 @@ class EventDelivery(Protocol):
     def sequence(self) -> int: ...
 
     @property
-    def follows(self) -> int | None:
-        """The sequence of the delivery before this one, if this client got it; else None. No event is left in between:
-        what is missing was replaced (figures)."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """The later events of the stream when this one was sent. Their `page` is there without their deliveries."""
-        ...
-
-    @property
     def event(self) -> Event: ...
 
     async def ack(self) -> None: ...
@@ -143,7 +133,11 @@ class EventDelivery(Protocol):
 
 class EventConsumer(Protocol):
     async def next(self, *, timeout_s: float) -> EventDelivery | None:
-        """The next event in order, None when none came in time. A consumer has only one event in flight at a time."""
+        """The next event in order that is no figure, None when none came in time. One event is in flight at a time."""
+        ...
+
+    async def acknowledged(self) -> int:
+        """The sequence up to which all that was to be delivered is settled. 0 before the first."""
         ...
 
 
@@ -171,7 +165,10 @@ class EventLog(Protocol):
         ...
 
     async def consumer(self, job: JobId, name: str, *, on_dead_letter: OnDeadLetter) -> EventConsumer:
-        """The durable consumer `name`, shared by all callers. A new one starts at the job's first event."""
+        """The durable consumer `name`, shared by all callers. A new one starts at the job's first event.
+
+        It delivers no figures: `page` has them.
+        """
         ...
 
 

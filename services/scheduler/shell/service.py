@@ -1,28 +1,29 @@
 """The scheduler's shell: it does the I/O around each `turn`.
 
-1. Load the state, and wait for the next event. Those that wait behind it are read along.
-2. Begin the turn: the events are folded.
-3. Read ownership where a decision is due (`pacing`), and on a beat.
-4. Finish the turn: decide.
-5. Write the state by compare-and-set.
-6. Issue the commands.
-7. Acknowledge the event.
+1. Load the state, and wait for the next event that is no figure. Figures (progress, backlogs, pictures) wake nobody.
+2. Read what the stream has after the state's last event, figures too.
+3. Begin the turn: the events are folded.
+4. Read ownership where a decision is due (`pacing`), and on a beat.
+5. Finish the turn: decide.
+6. Write the state by compare-and-set.
+7. Issue the commands.
+8. Acknowledge the event.
 
-A turn with figures alone (progress, backlogs, pictures) on which no decision is due ends after step 2: they are written
-with the next decision, or after a beat. A replica that does not have them reads them again from the stream, which keeps
-the last of each. So a thousand figures a second delay no other event by their writes.
+Without an event a turn begins when a decision is due, and on a beat. So a thousand figures a second delay no other
+event: the stream keeps the last of each.
 
 The service keeps nothing that it cannot rebuild. Any number of replicas run, and each can go on where another stopped.
-After the store lost the state, a replica rebuilds it from the stream.
+Where events were acknowledged that the loaded state does not hold, the store lost the state: a replica rebuilds it from
+the stream.
 
 A resumed job has the state of the start before. Until the new launcher submits the job, events are only folded into it:
 nothing is decided. The workers of that start are gone with their launcher, and their GPUs are no losses of this one.
 
 Invariants:
 - A resume counts nothing that the start before it left as a loss. [test_service: resume_after_a_stop_counts_no_restart]
-- An event that is no figure is acknowledged after its state is written. [test_service: acknowledged_after_the_state]
+- An event is acknowledged after its state is written. [test_service: acknowledged_after_the_state]
 - Events that were read along count once. [test_service: events_that_wait_are_applied_together]
-- Figures that were not written cost a job nothing. [test_service: figures_that_were_not_written]
+- Figures are folded in their order among the other events. [test_service: figures_are_folded_before]
 - A command goes out after the state that contains it is written. [test_service: a_command_goes_out_after]
 - A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
 """
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -63,7 +64,7 @@ from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 BEAT_S = 1.0
-"""Period at which leases are read. The report of an expiry is late by at most this, and a figure's write."""
+"""Period at which leases are read. The report of an expiry is late by at most this, and the fold of a figure."""
 KEPT_TRANSITIONS = 256
 """Closed transitions that the store keeps: far more than a lead or a replica can be behind."""
 FORGET_EVERY = 64
@@ -97,11 +98,10 @@ class SchedulerService:
         self._pace = Pace(round(decide_every_s * 1000))
         self._state: ClusterState | None = None
         self._written = JobState(payload=b"", write=0, version=0)
-        self._stored: ClusterState | None = None
-        """The state in the store, as far as this replica knows. Its own may have some figures more."""
+        self._missed: tuple[ev.Event, ...] = ()
+        """Acknowledged events that the loaded state does not hold, because the store lost the one that did."""
         self._clock = StoreClock(ports.store)
         self._encoder = StateEncoder()
-        self._next_write_s = 0.0
         self._reason = ""
         self._chronicle = Chronicle()
         self._next_beat_s = 0.0
@@ -148,12 +148,10 @@ class SchedulerService:
 
     async def _turn(self) -> None:
         before = await self._loaded()
-        delivery = await self._ports.consumer.next(timeout_s=self._wait_s(before, await self._clock.now_ms()))
+        wait_s = self._wait_s(before, await self._clock.now_ms())
+        # Without a wait the stream is read all the same, and the event's delivery comes with a later turn.
+        delivery = await self._ports.consumer.next(timeout_s=wait_s) if wait_s else None
         try:
-            if delivery is not None and _lacks_events_before(before, delivery):
-                # Another replica applied the events in between. If the store does not show that, `_begun` applies them.
-                self._state = None
-                before = await self._loaded()
             await self._apply(before, delivery)
         except (StoreNotAdopted, StoreUnavailable, VersionConflict):
             if delivery is not None:
@@ -161,17 +159,16 @@ class SchedulerService:
             raise
 
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
-        begun, is_of_figures = await self._begun(before, delivery) if delivery else (begin(before, ()), False)
+        begun = begin(before, await self._new_events(before, delivery), missed=self._missed)
+        is_due = delivery is None or self._pace.is_due(before, begun.after, await self._clock.now_ms())
         if begun.after.is_of_start_before(self._boot):
             await self._write(begun)
-        elif delivery is not None and not self._pace.is_due(before, begun.after, await self._clock.now_ms()):
-            await self._look_at_leases(begun.after)
-            if not is_of_figures or asyncio.get_running_loop().time() >= self._next_write_s:
-                await self._write(begun)
-            self._state = begun.after
-        else:
+        elif is_due:
             # A beat reads ownership too: it shows the work that another replica did not finish.
             await self._decide(begun)
+        else:
+            await self._look_at_leases(begun.after)
+            await self._write(begun)
         if delivery is not None:
             await delivery.ack()
 
@@ -189,9 +186,13 @@ class SchedulerService:
 
     async def _loaded(self) -> ClusterState:
         if self._state is None:
+            # Read before the state: what is acknowledged by now, a state that was written by now holds.
+            acknowledged = await self._ports.consumer.acknowledged()
             found = await self._ports.store.load(self._job)
             self._written = found or JobState(payload=b"", write=0, version=0)
-            self._state = self._stored = decode_state(found.payload) if found else ClusterState(job=self._job)
+            state = decode_state(found.payload) if found else ClusterState(job=self._job)
+            self._missed = await self._lost(state, until=acknowledged)
+            self._state = state
         return self._state
 
     def _wait_s(self, state: ClusterState, now_ms: int) -> float:
@@ -201,46 +202,47 @@ class SchedulerService:
             return BEAT_S
         return min(BEAT_S, max(0.0, (self._pace.next_decision_ms(state, now_ms) - now_ms) / 1000))
 
-    async def _begun(self, state: ClusterState, delivery: EventDelivery) -> tuple[Turn, bool]:
-        """The turn with the events folded, and whether all of them are figures."""
-        missed = await self._missed(state, before=delivery.sequence) if _lacks_events_before(state, delivery) else []
-        events = await self._delivered(state, delivery)
-        is_lost = not all(isinstance(each.body, ev.Figure) for each in missed)
-        if is_lost:
-            self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
-            return begin(state, events, missed=missed), False
-        # Figures alone: a replica had them and did not write them.
-        return begin(state, (*missed, *events)), all(isinstance(each.body, ev.Figure) for each in events)
+    async def _new_events(self, state: ClusterState, delivery: EventDelivery | None) -> list[ev.Event]:
+        """The events that are there and that the state does not hold, in order. An event that was read along comes with
+        its own delivery too, which finds it applied."""
+        held = max([state.applied_seq, *(each.stream_sequence or 0 for each in self._missed)])
+        delivered: ev.Event | None = None
+        if delivery is not None:
+            try:
+                delivered = event_of(delivery.event, stream_sequence=delivery.sequence)
+            except WireError as error:
+                await delivery.dead_letter(str(error))
+            if delivery.sequence <= held:
+                return []
+        events = await self._read(after=held, until=delivery.sequence if delivery else 0)
+        if delivered is not None and all(each.stream_sequence != delivered.stream_sequence for each in events):
+            events = sorted([*events, delivered], key=lambda each: each.stream_sequence or 0)
+        return events
 
-    async def _delivered(self, state: ClusterState, delivery: EventDelivery) -> list[ev.Event]:
-        """The event and those that wait behind it, as far as the state does not hold them. Their own deliveries follow,
-        and find them applied."""
+    async def _lost(self, state: ClusterState, *, until: int) -> tuple[ev.Event, ...]:
+        """The events up to `until` that the state does not hold. Empty where all are figures: nobody has to have
+        folded these."""
+        if until <= state.applied_seq:
+            return ()
+        read = await self._read(after=state.applied_seq, until=until)
+        missed = tuple(each for each in read if (each.stream_sequence or 0) <= until)
+        if all(isinstance(each.body, ev.Figure) for each in missed):
+            return ()
+        self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
+        return missed
+
+    async def _read(self, *, after: int, until: int) -> list[ev.Event]:
+        """The stream's next events, at least until the sequence `until`."""
         events: list[ev.Event] = []
-        try:
-            event = event_of(delivery.event, stream_sequence=delivery.sequence)
-            if delivery.sequence > state.applied_seq:
-                events.append(event)
-        except WireError as error:
-            await delivery.dead_letter(str(error))
-        if delivery.num_waiting:
-            after = max(delivery.sequence, state.applied_seq)
-            for sequence, message in await self._ports.events.page(self._job, after_sequence=after):
+        while page := await self._ports.events.page(self._job, after_sequence=after):
+            for sequence, message in page:
                 # One that cannot be read is dead-lettered at its delivery.
                 with suppress(WireError):
                     events.append(event_of(message, stream_sequence=sequence))
+            after = page[-1][0]
+            if after >= until:
+                break
         return events
-
-    async def _missed(self, state: ClusterState, *, before: int) -> list[ev.Event]:
-        """The events that were acknowledged and that the state does not hold."""
-        missed: list[ev.Event] = []
-        async with aclosing(self._ports.events.read(self._job, after_sequence=state.applied_seq)) as events:
-            async for sequence, message in events:
-                if sequence >= before:
-                    break
-                # An event that cannot be read was already dead-lettered.
-                with suppress(WireError):
-                    missed.append(event_of(message, stream_sequence=sequence))
-        return missed
 
     async def _ownership(self, state: ClusterState) -> tuple[int, ev.OwnershipObserved | None]:
         """The store's time and its records of the job's GPUs and transitions. None before the job is submitted.
@@ -278,13 +280,12 @@ class SchedulerService:
 
     async def _write(self, made: Turn) -> None:
         after = made.after
-        if after != self._stored:
+        if after != self._state:
             checked(made.before, after)
             self._written = await self._ports.store.save(
                 self._job, self._encoder.encode(after), expected_write=self._written.write, version=after.version
             )
-        self._state = self._stored = after
-        self._next_write_s = asyncio.get_running_loop().time() + BEAT_S
+        self._state, self._missed = after, ()
         ended = set(made.before.transitions).difference(after.transitions)
         if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
             await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
@@ -319,9 +320,3 @@ class SchedulerService:
             # The store or the bus failed again meanwhile.
             self._log.warning("not adopted yet", error=str(error))
             await asyncio.sleep(RETRY_S)
-
-
-def _lacks_events_before(state: ClusterState, delivery: EventDelivery) -> bool:
-    """Whether there may be earlier events that the state does not hold. Sequences skip figures that were replaced."""
-    held = state.applied_seq
-    return delivery.sequence > held + 1 and (delivery.follows is None or delivery.follows > held)

@@ -199,6 +199,9 @@ class _WatchedConsumer:
         delivery = await self._consumer.next(timeout_s=timeout_s)
         return _WatchedDelivery(delivery, self._cluster) if delivery else None
 
+    async def acknowledged(self) -> int:
+        return await self._consumer.acknowledged()
+
 
 class _WatchedDelivery:
     """A delivery whose acknowledgement is lost where `before_ack` returns False."""
@@ -210,14 +213,6 @@ class _WatchedDelivery:
     @property
     def sequence(self) -> int:
         return self._delivery.sequence
-
-    @property
-    def follows(self) -> int | None:
-        return self._delivery.follows
-
-    @property
-    def num_waiting(self) -> int:
-        return self._delivery.num_waiting
 
     @property
     def event(self) -> events_pb2.Event:
