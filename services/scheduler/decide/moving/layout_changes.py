@@ -20,7 +20,7 @@ person asked for. Such an actor cannot go on as it was:
 
 Invariants:
 - A GPU leaves the store's record only after the layout without it is in force.
-  [test_moving: release_that_arrives_before_its_layout]
+  [test_unfinished_moves: release_that_arrives_before_its_layout]
 - Past its deadline a resize that is not in force is closed, and the component goes on as it was.
   [test_layout_changes: costs_the_resize_at_its_deadline]
 - A resize that the store has committed stays open until the lead has switched.

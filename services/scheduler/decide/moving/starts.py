@@ -11,7 +11,7 @@ A start past its deadline is closed and counts as failed. It is made again after
 Invariants:
 - A component that cannot work without the start fails the job after `MAX_FAILED_STARTS` starts in a row.
   [test_losses: fails_to_start_again_and_again]
-- A component that works goes on, however often it fails to grow. [test_moving: growing_fails_again]
+- A component that works goes on, however often it fails to grow. [test_unfinished_moves: growing_fails_again]
 - A start past its deadline counts as failed. [test_losses: start_that_is_not_done]
 """
 
