@@ -1,7 +1,7 @@
 """The lead's state of an iteration's training, the journal's row of an update, and the iteration's report.
 
 Invariant: every figure in a journal's row or in a report is finite or null, as JSON requires.
-[test_lead: null_in_the_journal]
+[test_lead_nonfinite: null_in_the_journal]
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ The end of an iteration takes these steps:
 4. The lead publishes the new version.
 
 Invariants:
-- A sample enters the lineage once. [test_lead: after_its_update_is_dropped]
+- A sample enters the lineage once. [test_lead_samples: after_its_update_is_dropped]
 - No group is acknowledged before its update. [test_streaming: nothing_is_acknowledged_between_portions]
 - A held lead begins no minibatch. [test_streaming: held_lead_begins_no_minibatch]
-- A group of another incarnation is never trained. [test_lead: older_incarnation_is_acknowledged_untrained]
-- A group of another iteration is never trained. [test_lead: future_incarnation_or_iteration]
+- A group of another incarnation is never trained. [test_lead_samples: older_incarnation_is_acknowledged_untrained]
+- A group of another iteration is never trained. [test_lead_samples: future_incarnation_or_iteration]
 - A published version is a state between two updates, and no later update changes it.
   [test_snapshots: published_version_is_not_changed]
 - All ranks of one layout wrote their shards of a checkpoint or a version.
