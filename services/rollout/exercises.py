@@ -5,7 +5,7 @@ There are two lists of prompts: an endless one to train on, and a finite one of 
 Invariants:
 - A prompt's tokens and a response's reward depend only on the job and the message, so they are the same for a new lead.
   [test_exercises: every_lead_gets_the_same]
-- Computing rewards delays no other work of the lead. [test_lead: slow_reward_delays_nothing_else]
+- Computing rewards delays no other work of the lead. [test_lead_rewards: slow_reward_delays_nothing_else]
 """
 
 from __future__ import annotations
