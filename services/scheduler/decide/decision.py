@@ -16,7 +16,7 @@ Invariants:
 - A command that never takes effect ends the job with a message that names the command.
   [test_expectations: never_done_fails_the_job]
 - While the job is already ending, a command that never takes effect ends it at once.
-  [test_losses: a_stop_that_is_not_done_by_its_deadline]
+  [test_failed_changes: a_stop_that_is_not_done_by_its_deadline]
 """
 
 from __future__ import annotations

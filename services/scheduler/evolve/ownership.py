@@ -6,7 +6,7 @@ Invariants:
 - A record's token never goes back. [test_fold: an_older_record_changes_nothing]
 - A layout counts only within the open transition that asked for it. [test_layout_changes: closed_resize_cannot_commit]
 - An event under tokens that are no longer current changes nothing. [test_fold: that_is_refused_changes_only]
-- A gate's report speaks only of grants that it was asked about. [test_losses: gates_answer_about_an_earlier_grant]
+- A gate's report speaks only of grants that it was asked about. [test_lost_gpus: gates_answer_about_an_earlier_grant]
 """
 
 from __future__ import annotations

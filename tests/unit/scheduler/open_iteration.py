@@ -14,9 +14,13 @@ def iterating(*, keeps_state: bool = True, **settings: int) -> Drive:
     job = spec(**settings)  # type: ignore[arg-type]  # only numbers are varied here
     drive = booted(FakeCluster(job, keeps_state=keeps_state))
     drive.run_until(is_iterating)
+    deliver_all(drive)
+    return drive
+
+
+def deliver_all(drive: Drive) -> None:
     while drive.cluster.outbox:
         drive.step()
-    return drive
 
 
 def is_iterating(state: ClusterState) -> bool:

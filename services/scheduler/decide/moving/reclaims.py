@@ -2,7 +2,7 @@
 them. Pure.
 
 Invariant: a GPU becomes free only when its holder or its gate has said that nobody holds it.
-[test_losses: not_taken_back_while_its_gate]
+[test_lost_gpus: not_taken_back_while_its_gate]
 """
 
 from __future__ import annotations

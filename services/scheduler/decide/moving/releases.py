@@ -12,7 +12,7 @@ Past its deadline a stop ends the job. A suspension past its deadline is closed:
 were. Where the component is down by then, they are taken back.
 
 Invariants:
-- A stop past its deadline ends the job, with the GPUs that still drain. [test_losses: stop_that_is_not_done]
+- A stop past its deadline ends the job, with the GPUs that still drain. [test_failed_changes: stop_that_is_not_done]
 - A change past its deadline leaves the component as it was. [test_unfinished_moves: change_that_is_overdue]
 """
 

@@ -10,9 +10,9 @@ A start past its deadline is closed and counts as failed. It is made again after
 
 Invariants:
 - A component that cannot work without the start fails the job after `MAX_FAILED_STARTS` starts in a row.
-  [test_losses: fails_to_start_again_and_again]
+  [test_failed_changes: fails_to_start_again_and_again]
 - A component that works goes on, however often it fails to grow. [test_unfinished_moves: growing_fails_again]
-- A start past its deadline counts as failed. [test_losses: start_that_is_not_done]
+- A start past its deadline counts as failed. [test_failed_changes: start_that_is_not_done]
 """
 
 from __future__ import annotations

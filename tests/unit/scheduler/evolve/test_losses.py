@@ -1,16 +1,12 @@
-"""The cost of a death (an engine, a world, or an incarnation), and how GPUs come back."""
+"""The cost of a death: an engine, a world, or an incarnation."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
-from services.scheduler.decide.decision import decide
-from services.scheduler.evolve.fold import evolve
 from services.scheduler.evolve.losses import MAX_DEATHS
-from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import Phase
@@ -18,19 +14,13 @@ from services.scheduler.state.components import Working
 from services.scheduler.state.values import Placed, total
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
-from tests.unit.scheduler.open_iteration import is_iterating, iterating
-from tidegate.ownership.records import GpuRecord, GpuState, Outcome
-from tidegate.types import Grant, Layout, NodeId, Role, Token, instance_id
+from tests.unit.scheduler.fake_parts import NODES, gpu, spec
+from tests.unit.scheduler.open_iteration import deliver_all, is_iterating, iterating
+from tidegate.types import Grant, Layout, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
 INFERENCE_GPU = gpu("n1", 2)
 ACTOR_GPU = gpu("n1", 0)
-
-
-def deliver_all(drive: Drive) -> None:
-    while drive.cluster.outbox:
-        drive.step()
 
 
 def ups_of(drive: Drive, role: Role) -> list[cmd.ScaleUp]:
@@ -305,210 +295,3 @@ def test_an_actor_that_restarts_in_a_paused_job_leaves_it_paused_with_what_a_per
 
     drive.cluster.voice.say("control", ev.JobResumeRequested())
     assert drive.run().phase is Phase.FINISHED
-
-
-def test_a_new_lead_of_the_rollout_gets_the_open_command_again_under_its_epoch() -> None:
-    drive = iterating()
-    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[0]), tells=True)
-
-    state = drive.run()
-
-    opened = [
-        (command.plan.iteration, command.header.lead_epoch)
-        for command in drive.cluster.log
-        if isinstance(command, cmd.OpenIteration) and command.header.role is Role.ROLLOUT
-    ]
-    assert opened == [(0, 1), (0, 2), (1, 2)]
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
-
-
-def test_a_new_lead_of_the_actor_starts_a_new_incarnation() -> None:
-    drive = iterating()
-    drive.cluster.elect(instance_id(Role.ACTOR, NODES[1]))
-
-    state = drive.run()
-
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
-
-
-def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
-    drive = iterating()
-    name = instance_id(Role.ROLLOUT, NODES[1])
-    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
-    drive.step()
-
-    lost = [each.gpu for each in drive.state.gpus.values() if each.state is GpuState.LOST]
-    assert lost == [gpu("n1", 1), gpu("n1", 3)]
-    assert all(drive.cluster.gates[each].is_held for each in lost)
-
-    drive.cluster.voice.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
-    state = drive.run()
-
-    cleared = [
-        command.grants
-        for command in drive.cluster.log
-        if isinstance(command, cmd.ScaleDown) and not command.header.transition_id
-    ]
-    assert sorted(grants[0].gpu for grants in cleared) == lost
-    assert state.phase is Phase.FINISHED
-
-
-def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:
-    drive = iterating()
-    earlier = Grant(ROLLOUT_GPU, Token(1, 0))
-    drive.cluster.kill_worker(ROLLOUT_GPU)
-    event = drive.cluster.outbox.pop()
-    state = evolve(drive.state, event)
-    gate = ev.GateReported(NODES[1], (ev.GateState(ROLLOUT_GPU, Token(1, 0), held=False),))
-
-    late = ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(earlier,))
-    answer = ev.Event(
-        job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(Grant(ROLLOUT_GPU, Token(1, 1)),)
-    )
-
-    assert evolve(state, late).released == ()
-    assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
-
-
-def test_a_lost_gpu_that_no_worker_ever_held_is_free_though_its_gate_does_not_list_it() -> None:
-    drive = iterating()
-    drive.cluster.kill_worker(ROLLOUT_GPU)
-    grant = Grant(ROLLOUT_GPU, Token(1, 1))
-    state = evolve(drive.state, drive.cluster.outbox.pop())
-
-    def answer(node: NodeId) -> ev.Event:
-        gate = ev.GateReported(node, ())
-        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(grant,))
-
-    assert evolve(state, answer(NODES[0])).released == ()
-    assert evolve(state, answer(NODES[1])).released == (grant,)
-
-
-@pytest.mark.parametrize("is_held", [True, False])
-def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate(is_held: bool) -> None:
-    cluster = FakeCluster(spec())
-    lost = GpuRecord(ROLLOUT_GPU, GpuState.LOST, None, Token(1, 7))
-    cluster.store.gpus[ROLLOUT_GPU] = lost
-    cluster.gates[ROLLOUT_GPU].highest, cluster.gates[ROLLOUT_GPU].is_held = lost.token, is_held
-    drive = booted(cluster)
-
-    drive.run_until(is_iterating)
-
-    assert Grant(ROLLOUT_GPU, Token(1, 8)) in drive.state.components[Role.ROLLOUT].grants
-    assert drive.run().phase is Phase.FINISHED
-
-
-def test_the_rollout_works_for_good_without_a_node_that_does_not_come_back() -> None:
-    drive = iterating()
-    drive.cluster.has_supervisor = False
-    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=True)
-
-    state = drive.run()
-
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
-
-
-def test_a_component_that_fails_to_start_again_and_again_fails_the_job_after_pauses() -> None:
-    drive = booted(FakeCluster(spec(), has_supervisor=False))
-    drive.cluster.kill_instance(instance_id(Role.ROLLOUT, NODES[1]), tells=False)
-    began_ms = drive.now_ms
-
-    state = drive.run()
-
-    assert state.phase is Phase.FAILED
-    assert state.message.startswith(
-        "the rollout failed to start 4 times in a row, the last time: rollout@n0: rollout@n1 is gone; see its logs"
-    )
-    assert drive.now_ms - began_ms >= 42_000
-
-
-@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.INFERENCE])
-def test_a_failed_iteration_continues_once_its_component_was_started_anew_and_loaded_the_weights(
-    role: Role,
-) -> None:
-    drive = iterating()
-    drive.cluster.fail_iteration(role)
-    deliver_all(drive)
-
-    commands = [
-        command
-        for command in drive.cluster.log
-        if isinstance(command, cmd.ScaleUp | cmd.LoadWeights | cmd.OpenIteration) and command.header.role is role
-    ]
-    up, load = commands[-2:]
-    assert isinstance(up, cmd.ScaleUp)
-    assert isinstance(load, cmd.LoadWeights)
-    assert load.weights == drive.state.snapshots[0]
-    state = drive.run()
-    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
-
-
-def test_a_living_instance_that_was_counted_as_lost_works_again_in_the_same_start() -> None:
-    drive = iterating()
-    name = instance_id(Role.ROLLOUT, NODES[1])
-    drive.cluster.lapse(name)
-    deliver_all(drive)
-    assert not drive.state.instances[name].living
-
-    drive.cluster.renew()
-    deliver_all(drive)
-
-    assert drive.state.instances[name].living
-    assert len(drive.state.components[Role.ROLLOUT].grants) == 3
-    assert drive.state.instances[name].boot == 1
-
-
-def test_a_lead_that_was_counted_as_lost_leads_again_under_a_new_epoch_in_the_same_start() -> None:
-    cluster = FakeCluster(spec())
-    drive = Drive(cluster)
-    name, other = (instance_id(Role.INFERENCE, node) for node in NODES)
-    cluster.boot()
-    drive.run_until(is_iterating)
-    deliver_all(drive)
-    cluster.lapse(other)
-    cluster.lapse(name)
-    deliver_all(drive)
-    assert drive.state.lead_of(Role.INFERENCE) is None
-
-    cluster.renew()
-    deliver_all(drive)
-
-    lead = drive.state.lead_of(Role.INFERENCE)
-    assert lead is not None
-    assert (lead.instance, lead.epoch, lead.boot) == (name, 2, 1)
-    assert drive.run().phase is Phase.FINISHED
-
-
-def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed() -> None:
-    drive = booted(FakeCluster(spec(deadline_ms=60_000), hung={Role.ROLLOUT}))
-    drive.run_until(lambda state: state.transition_of(Role.ROLLOUT) is not None)
-    transition = drive.state.transition_of(Role.ROLLOUT)
-    assert transition is not None
-    names = itertools.cycle(instance_id(Role.ROLLOUT, node) for node in reversed(NODES))
-    while drive.now_ms < transition.deadline_unix_ms:
-        assert drive.cluster.store.records[transition.id].is_open, "each new lead gets the command again"
-        drive.now_ms += 50_000
-        drive.cluster.elect(next(names))
-        deliver_all(drive)
-
-    assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
-    rollout = drive.state.components[Role.ROLLOUT]
-    assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done in time")
-    drive.cluster.hung.clear()
-    assert drive.run().phase is Phase.FINISHED
-
-
-def test_a_stop_that_is_not_done_by_its_deadline_ends_the_job_with_what_was_not_given_back() -> None:
-    drive = iterating()
-    drive.cluster.hung.add(Role.INFERENCE)
-    drive.cluster.voice.say("control", ev.JobCancelRequested("enough"))
-    deliver_all(drive)
-    transition = drive.state.transition_of(Role.INFERENCE)
-    assert transition is not None
-
-    decision = decide(drive.state, transition.deadline_unix_ms, policy=StaticPolicy())
-
-    (finish,) = decision.commands
-    assert isinstance(finish, cmd.FinishJob)
-    assert f"{transition.id} was not done by its deadline, 2 of 2 GPUs still draining" in finish.message
-    assert "2 GPUs were not given back (n0/2, n1/2)" in finish.message

@@ -1,0 +1,85 @@
+"""How GPUs of dead holders come back: through their gates, under newer tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.evolve.fold import evolve
+from services.scheduler.state import commands as cmd
+from services.scheduler.state import events as ev
+from services.scheduler.state.cluster_state import Phase
+from tests.unit.scheduler.drive import booted
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
+from tests.unit.scheduler.open_iteration import is_iterating, iterating
+from tidegate.ownership.records import GpuRecord, GpuState
+from tidegate.types import Grant, NodeId, Role, Token, instance_id
+
+ROLLOUT_GPU = gpu("n1", 3)
+
+
+def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
+    drive.step()
+
+    lost = [each.gpu for each in drive.state.gpus.values() if each.state is GpuState.LOST]
+    assert lost == [gpu("n1", 1), gpu("n1", 3)]
+    assert all(drive.cluster.gates[each].is_held for each in lost)
+
+    drive.cluster.voice.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    state = drive.run()
+
+    cleared = [
+        command.grants
+        for command in drive.cluster.log
+        if isinstance(command, cmd.ScaleDown) and not command.header.transition_id
+    ]
+    assert sorted(grants[0].gpu for grants in cleared) == lost
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:
+    drive = iterating()
+    earlier = Grant(ROLLOUT_GPU, Token(1, 0))
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    event = drive.cluster.outbox.pop()
+    state = evolve(drive.state, event)
+    gate = ev.GateReported(NODES[1], (ev.GateState(ROLLOUT_GPU, Token(1, 0), held=False),))
+
+    late = ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(earlier,))
+    answer = ev.Event(
+        job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(Grant(ROLLOUT_GPU, Token(1, 1)),)
+    )
+
+    assert evolve(state, late).released == ()
+    assert evolve(state, answer).released == (Grant(ROLLOUT_GPU, Token(1, 1)),)
+
+
+def test_a_lost_gpu_that_no_worker_ever_held_is_free_though_its_gate_does_not_list_it() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    grant = Grant(ROLLOUT_GPU, Token(1, 1))
+    state = evolve(drive.state, drive.cluster.outbox.pop())
+
+    def answer(node: NodeId) -> ev.Event:
+        gate = ev.GateReported(node, ())
+        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=gate, grants=(grant,))
+
+    assert evolve(state, answer(NODES[0])).released == ()
+    assert evolve(state, answer(NODES[1])).released == (grant,)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_lost_gpu_whose_last_owner_nobody_knows_is_taken_back_through_its_gate(is_held: bool) -> None:
+    cluster = FakeCluster(spec())
+    lost = GpuRecord(ROLLOUT_GPU, GpuState.LOST, None, Token(1, 7))
+    cluster.store.gpus[ROLLOUT_GPU] = lost
+    cluster.gates[ROLLOUT_GPU].highest, cluster.gates[ROLLOUT_GPU].is_held = lost.token, is_held
+    drive = booted(cluster)
+
+    drive.run_until(is_iterating)
+
+    assert Grant(ROLLOUT_GPU, Token(1, 8)) in drive.state.components[Role.ROLLOUT].grants
+    assert drive.run().phase is Phase.FINISHED
