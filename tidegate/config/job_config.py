@@ -9,7 +9,7 @@ A step reports all its faults at once. The next step runs only when the step bef
 Then the costs that the config leaves out are set to those of `cluster.pace`, if it has one.
 
 Invariants:
-- A `JobConfig` is valid when made and never changes. [test_config: a_wrong_config_is_refused]
+- A `JobConfig` is valid when made and never changes. [test_wrong_configs: a_wrong_config_is_refused]
 - `to_json` and `from_json` are exact inverses, so that every process of a job reads the same config.
   [test_config: json_and_back]
 """

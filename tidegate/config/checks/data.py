@@ -1,7 +1,7 @@
 """Faults between `data`, `rewards` and the other sections. Each text is one fault.
 
 Invariant: a job has either a built-in `task`, or `data` with `rewards`: not both, and not `data` or `rewards` alone.
-[test_config: a_job_has_a_task_or_data_with_rewards]
+[test_wrong_configs: a_job_has_a_task_or_data_with_rewards]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults between `evaluation` and the other sections. Each text is one fault.
 
 Invariant: a job on data names the data of its evaluation, and a job on a built-in task names none, since the task has
-held-out prompts of its own. [test_config: only_a_job_on_data_names_evaluation_data]
+held-out prompts of its own. [test_wrong_configs: only_a_job_on_data_names_evaluation_data]
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Invariants:
 - No value is dropped in silence. YAML's own loader keeps the last of two equal keys; here two equal keys are a fault
-  that names the key and both lines. [test_config: a_file_that_holds_no_config]
-- A key that a merge (`<<`) brings may be written again, as YAML allows. [test_config: a_key_that_a_merge_brings]
+  that names the key and both lines. [test_config_files: a_file_that_holds_no_config]
+- A key that a merge (`<<`) brings may be written again, as YAML allows. [test_config_files: a_key_that_a_merge_brings]
 - Each key and each item of a list has its line. [test_layers: a_fault_names_the_file_and_line]
 """
 
