@@ -157,7 +157,7 @@ async def until_reached(folder: JobFolder, goal: Goal, *, sequence: int) -> None
 
 async def until_given_back(folder: JobFolder, goal: Goal, *, sequence: int) -> None:
     """Returns when nobody has the drained GPUs. One in an open transition goes where that brings it, and then back.
-    Raises as `until_reached`."""
+    The store closes a transition without an event, so it is asked until it has. Raises as `until_reached`."""
     await until_reached(folder, goal, sequence=sequence)
     while await held_of(folder, goal.drained):
         await asyncio.sleep(_APPLIES_S)

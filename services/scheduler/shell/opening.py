@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -33,23 +34,23 @@ async def open_store(
     ask_gates: Callable[[], Awaitable[GateReports]],
     *,
     name: InstanceId,
-    limit_s: float = LIMIT_S,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
     """Adopts the store. Returns the number of this start of `name`.
 
-    StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict: the last reason, after `limit_s`.
+    StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict: the last reason, after `LIMIT_S`.
     """
     log = structlog.get_logger("opening")
-    loop = asyncio.get_running_loop()
-    ends_s = loop.time() + limit_s
+    ends_s = now() + LIMIT_S
     while True:
         try:
             await adopt(store, terms, ask_gates)
             return await store.next_boot(name)
         except (StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict) as error:
-            left_s = ends_s - loop.time()
+            left_s = ends_s - now()
             if left_s <= 0:
-                log.error("cannot start without the store", limit_s=limit_s, error=str(error))
+                log.error("cannot start without the store", limit_s=LIMIT_S, error=str(error))
                 raise
             log.warning("store not open yet: asking again", left_s=round(left_s, 1), error=str(error))
-        await asyncio.sleep(RETRY_S)
+        await sleep(RETRY_S)

@@ -47,6 +47,7 @@ class Bench:
         self.memory_bytes: dict[str, int] = {}
         self.refuses: set[str] = set()
         self.resting: list[str] = []
+        self.rested: list[str] = []
         rules = StandbyRules(Role.INFERENCE, slots=slots, budget_bytes=BUDGET_BYTES)
         self.standbys = Standbys(self.crew, rules, self._rest)
 
@@ -56,6 +57,7 @@ class Bench:
         await self.may_rest.wait()
         if grant.gpu in self.refuses:
             raise WorkerRefused("it is busy")
+        self.rested.append(grant.gpu)
         return wire.Started(memory_bytes=self.memory_bytes.get(grant.gpu, 1), held_bytes=5)
 
     async def alive(self) -> list[Grant]:
@@ -99,11 +101,15 @@ async def test_a_start_waits_for_the_standby_that_is_being_built_and_ends_one_th
         of.may_rest.clear()
         of.standbys.fill(taken=())
         await of.changes.until(lambda: of.resting == [A])
-        waiting = asyncio.create_task(of.standbys.until_none_starts(at_work(B, A)))
-        done, _ = await asyncio.wait([waiting], timeout=0.05)
-        assert not done
+        await of.standbys.until_none_starts(at_work(B))
+
+        async def start() -> list[str]:
+            await of.standbys.until_none_starts(at_work(A))
+            return list(of.rested)
+
+        starting = asyncio.create_task(start())
         of.may_rest.set()
-        await waiting
+        assert await starting == [A], "what was built when the start went on"
         assert of.resting == [A]
         assert await of.alive() == standing_by(A)
 
