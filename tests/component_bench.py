@@ -130,6 +130,9 @@ class FakeInstance(Generic[W]):
         self.started: list[Grant] = []
         self.is_silent = False
         """Whether it gives no answer, like a node that cannot be reached."""
+        self.num_unanswered = 0
+        self.unanswered = Changes()
+        """Notified of each call without an answer."""
         self.timeouts_s: list[float] = []
         self._config = config
         self._make_worker = make_worker
@@ -192,6 +195,8 @@ class FakeInstance(Generic[W]):
 
     def _answer(self) -> None:
         if self.is_silent:
+            self.num_unanswered += 1
+            self.unanswered.notify()
             raise WorkerUnreachable(f"the instance on {self.node} gave no answer")
 
 

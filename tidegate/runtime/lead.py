@@ -116,6 +116,8 @@ class Lead(ABC):
         self._preparation: asyncio.Task[None] | None = None
         self._iteration_task: asyncio.Task[None] | None = None
         self._stops: set[asyncio.Task[None]] = set()
+        self._unanswered: dict[tuple[str, tuple[Grant, ...]], str] = {}
+        """By command and grants: the last error of a stop that its node does not answer."""
         """Stops of workers whose node gives no answer. Other commands go on meanwhile."""
         self._taken: set[str] = set()
         self._is_unfinished = False
@@ -284,6 +286,7 @@ class Lead(ABC):
         grants = decode_grants(request.grants)
         transition = request.header.transition_id
         held_bytes = await self.let_go(grants, transition=transition)
+        self._unanswered.pop((request.header.id, tuple(grants)), None)
         released = events_pb2.GpusReleased(grants=encode_grants(grants), held_bytes=held_bytes)
         await self.publish(released, transition=transition, grants=grants)
         if request.members:
@@ -322,7 +325,7 @@ class Lead(ABC):
         if isinstance(command, commands_pb2.ScaleUpRequest):
             await self.fail(what, error, grants=command.grants)
         elif isinstance(command, commands_pb2.ScaleDownRequest) and isinstance(error, WorkerUnreachable):
-            self._log.warning("stop not answered", command=command.header.id, error=str(error))
+            self._log_unanswered(command, error)
             for part in _by_node(command):
                 stop = asyncio.create_task(self._stop_until_done(what, part), name=what)
                 self._stops.add(stop)
@@ -333,6 +336,13 @@ class Lead(ABC):
             await self.report_unreachable(error)
         else:
             await self.fail(what, error)
+
+    def _log_unanswered(self, command: commands_pb2.ScaleDownRequest, error: WorkerUnreachable) -> None:
+        """Log the error if it has changed. A component may report each try of a stop here."""
+        stop = (command.header.id, error.grants)
+        if self._unanswered.get(stop) != str(error):
+            self._unanswered[stop] = str(error)
+            self._log.warning("stop not answered", command=command.header.id, error=str(error))
 
     async def _do(self, command: Command) -> None:
         header = command.header

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from structlog.testing import capture_logs
+
 from tests.component_bench import NODES, Changes, snapshot
 from tests.unit.rollout.fake_engines import (
     FIRST,
@@ -164,10 +166,13 @@ async def test_a_release_that_its_node_does_not_answer_is_asked_again(tmp_path: 
         await of.published("layout_committed")
         away = of.instances[NODES[1]]
         away.is_silent = True
-        give(of, scale_down(of, [second], [first]), of.open_iteration())
-        await of.published("iteration_reported")
-        away.is_silent = False
-        await of.published("gpus_released")
+        with capture_logs() as lines:
+            give(of, scale_down(of, [second], [first]), of.open_iteration())
+            await of.published("iteration_reported")
+            await away.unanswered.until(lambda: away.num_unanswered == 3)
+            away.is_silent = False
+            await of.published("gpus_released")
+        assert [line["event"] for line in lines].count("stop not answered") == 1
         assert await away.workers(of.leads[0].tools.job_id) == ()
         await of.published("layout_committed", count=2)
 
