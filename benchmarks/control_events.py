@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 
 from benchmarks.control_leads import Leads, Timed, leads
+from tests.component_bench import job_config
 from tests.scheduler_process import scheduler_process
-from tidegate.config.job_config import JobConfig, parse_config
+from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.job import ServersSection
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import Role
@@ -38,38 +39,15 @@ class Sizes:
 FULL, QUICK = Sizes(iterations=200, resizes=60), Sizes(iterations=15, resizes=6)
 
 
-def config_of(name: str, folder: Path, servers: ServersSection) -> JobConfig:
-    """Eight slots, and the defaults of everything that the scheduler reads."""
-    return parse_config(
-        {
-            "job": name,
-            "output_dir": str(folder),
-            "cluster": {
-                "nodes": {"n0": 8},
-                "component_placement": {"actor": "0-1", "rollout": "2-6", "inference": "7"},
-            },
-            "model": {
-                "num_layers": 2,
-                "hidden_size": 16,
-                "ffn_hidden_size": 32,
-                "num_heads": 2,
-                "num_kv_heads": 2,
-                "head_dim": 8,
-                "max_seq_len": 80,
-            },
-            "task": {"name": "countdown"},
-            "algorithm": {
-                "iterations": 100_000,
-                "prompts_per_iteration": 16,
-                "group_size": 8,
-                "n_minibatches": 4,
-                "max_new_tokens": 64,
-            },
-            "actor": {"learning_rate": 1e-3, "layout": {"dp": 2}},
-            # Its leads publish no pictures on which a policy could decide.
-            "scheduler": {"policy": "static"},
-            "servers": servers.model_dump(),
-        }
+def config_of(folder: Path, servers: ServersSection) -> JobConfig:
+    """Eight slots, and the defaults of everything that the scheduler reads. The leads publish no pictures on which a
+    policy could decide."""
+    return job_config(
+        folder,
+        cluster={"nodes": {"n0": 8}, "component_placement": {"actor": "0-1", "rollout": "2-6", "inference": "7"}},
+        algorithm={"iterations": 100_000, "prompts_per_iteration": 16, "group_size": 8, "n_minibatches": 4},
+        inference={"layout": {"dp": 1}},
+        servers=servers.model_dump(),
     )
 
 
@@ -78,7 +56,7 @@ async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: flo
     async with AsyncExitStack() as closing, asyncio.timeout(_TIMEOUT_S):
         servers = await closing.enter_async_context(EmbeddedServers(folder / "servers"))
         section = ServersSection(nats_url=servers.nats.url, redis_url=servers.store.url)
-        config = config_of(name, folder, section)
+        config = config_of(folder, section)
         scheduler = await closing.enter_async_context(scheduler_process(config))
         own = await closing.enter_async_context(leads(config))
         if progress_per_s:
