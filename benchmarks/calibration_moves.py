@@ -32,7 +32,6 @@ from simulator.scenario import Scenario, parse_scenario
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.outcome import End, Outcome
-from tidegate.megatron.packing import token_cost
 from tidegate.recorded import recorded
 
 POLICIES, QUICK_POLICIES = ("static", "rlinf", "dynarl", "tide"), ("static", "tide")
@@ -81,8 +80,8 @@ def run_of(words: Sequence[str], folder: Path) -> Ran:
 
 def calibrated(config: JobConfig) -> Scenario:
     """The scenario that `tidegate calibrate` fits to the job's finished run."""
-    cost = token_cost(load_job(config).model)
-    return scenario_of(fitted_values(recorded(JobFolder.of(config).root), token_cost=cost))
+    run = recorded(JobFolder.of(config).root)
+    return scenario_of(fitted_values(run, token_cost=load_job(config).token_cost))
 
 
 def drawn_s(scenario: Scenario, config: JobConfig) -> list[float]:

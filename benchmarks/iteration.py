@@ -37,7 +37,6 @@ from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.length_law import drawn_length
-from tidegate.megatron.packing import token_cost
 from tidegate.types import SampleId
 
 PACED = Path(__file__).resolve().parent.parent / "examples" / "paced.yaml"
@@ -155,7 +154,7 @@ def true_scenario(config: JobConfig, iteration: int, folder: Path) -> Scenario:
 def basis_of(config: JobConfig) -> PredictionBasis:
     """That of `tidegate plan`. The pace's reshards take their time, so no model is planned."""
     job = load_job(config)
-    return basis_of_config(config, None, prompt_tokens=job.prompt_tokens, token_cost=token_cost(job.model))
+    return basis_of_config(config, None, prompt_tokens=job.prompt_tokens, token_cost=job.token_cost)
 
 
 def true_lengths(config: JobConfig, iteration: int, folder: Path) -> Path:

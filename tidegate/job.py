@@ -22,6 +22,7 @@ from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.huggingface.checkpoint import TOKENIZER, HuggingFaceCheckpoint, open_checkpoint
 from tidegate.length_law import drawn_length
 from tidegate.megatron.family import model_parameters, padded_vocab_size, possible_tp_sizes
+from tidegate.megatron.packing import token_cost
 from tidegate.megatron.torch_dist_checkpoint import TorchDistCheckpoint, open_torch_dist
 from tidegate.model_config import ModelConfig
 from tidegate.tasks import Task, find_task
@@ -172,6 +173,11 @@ class Job:
             return None
         prompts = map(self.task.prompt, range(self.config.algorithm.prompts_per_iteration))
         return round(fmean(len(self.tokenizer.encode_prompt(prompt.text)) for prompt in prompts))
+
+    @property
+    def token_cost(self) -> int:
+        """The attended positions that cost as much as a token in a micro-batch (`tidegate.megatron.packing`)."""
+        return token_cost(self.model)
 
     @property
     def padded_vocab(self) -> int:

@@ -44,7 +44,6 @@ from tidegate.config.files import SourcedConfig, load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.layers import is_override
 from tidegate.config.reading.origins import with_origins
-from tidegate.megatron.packing import token_cost
 from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
@@ -156,7 +155,7 @@ def _read_files(config: JobConfig) -> _JobFiles:
     known = _JobFiles(None)
     try:
         job = load_job(config)
-        known = _JobFiles(None, prompt_tokens=job.prompt_tokens, token_cost=token_cost(job.model))
+        known = _JobFiles(None, prompt_tokens=job.prompt_tokens, token_cost=job.token_cost)
         model = ModelSection.of(job.model, padded_vocab=job.padded_vocab, precision=config.actor.precision)
         return replace(known, model=model)
     except ValueError as error:
