@@ -25,7 +25,7 @@ _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`goals` are comparisons such as "<= 1.25", by the key of the figure."""
+    """`goals` are comparisons such as "<= 1.25", by the key of the figure. A goal without a figure is not met."""
 
     name: str
     figures: Mapping[str, float]
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def is_met(self) -> bool:
-        return all(_holds(self.figures[key], goal) for key, goal in self.goals.items())
+        return all(key in self.figures and _holds(self.figures[key], goal) for key, goal in self.goals.items())
 
     def to_dict(self) -> dict[str, Any]:
         return {
