@@ -38,7 +38,7 @@ PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/publis
 OTHERS = (("dynarl", DynaRLPolicy(DynaRLRules())),)
 
 
-def test_the_search_finds_a_schedule_within_two_percent_of_the_best_on_a_small_cluster() -> None:
+def test_the_search_finds_a_schedule_within_half_a_percent_of_the_best_on_a_small_cluster() -> None:
     found = clairvoyant_schedule(SMALL, seed=1, evaluations=80)
     simulated = SimulatedIteration(SMALL, 1)
     sizes = [(trainer, inference) for trainer in (1, 2, 3) for inference in (1, 2, 3) if trainer + inference <= 4]
@@ -47,7 +47,7 @@ def test_the_search_finds_a_schedule_within_two_percent_of_the_best_on_a_small_c
         for start_s, one, two in product((0.0, 4.0, 8.0), sizes, sizes)
     )
     want = min(run_schedule(simulated, each).now_s for each in every)
-    assert found.seconds <= want * 1.02
+    assert found.seconds <= want * 1.005
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -59,8 +59,8 @@ def test_the_found_schedule_is_between_the_bound_and_the_schedules_of_policies(s
     found = clairvoyant_schedule(SMALL, seed=seed, evaluations=30, others=OTHERS)
     assert runs[0].bound.bound_s <= found.seconds
     assert run_schedule(simulated, found.schedule).now_s == found.seconds
-    assert found.seconds <= 1.02 * runs[0].iteration_s
-    assert found.seconds <= 1.02 * min(run_schedule(simulated, as_schedule(run, simulated)).now_s for run in runs)
+    assert found.seconds <= 1.005 * runs[0].iteration_s
+    assert found.seconds <= 1.005 * min(run_schedule(simulated, as_schedule(run, simulated)).now_s for run in runs)
 
 
 def test_the_same_seed_and_evaluations_give_the_same_schedule() -> None:
@@ -78,7 +78,7 @@ def test_a_policys_run_takes_about_as_long_when_it_is_repeated_as_a_schedule() -
     schedule = as_schedule(run, simulated)
     prompts = short_between_long(opened(simulated), TideRules().short_share)
     members = tuple(prompt * 16 + member for prompt in prompts for member in range(16))
-    assert run_schedule(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.05)
+    assert run_schedule(simulated, replace(schedule, order=members)).now_s == pytest.approx(run.iteration_s, rel=0.04)
 
 
 def opened(simulated: SimulatedIteration) -> Situation:

@@ -36,6 +36,8 @@ PLANS = {
     "later": (80.0, (12, 28, 44, 52), (4, 6, 6, 6)),
     "late, with a larger one": (100.0, (20, 24, 40, 52), (6, 8, 8, 6)),
 }
+MOST_LATE = {"early, with a small trainer": 0.06, "later": 0.06, "late, with a larger one": 0.1}
+"""The forecast's lateness for a trainer that does not stream: at most 0.052, 0.048 and 0.093 over the seeds 0 to 4."""
 
 
 def opened(scenario: Scenario, seed: int) -> tuple[Situation, SimulatedIteration]:
@@ -56,16 +58,17 @@ def forecast(situation: Situation, simulated: SimulatedIteration, order: tuple[i
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_end_is_forecast_within_seven_percent_from_the_start(name: str) -> None:
+def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> None:
+    """It is 0.7 to 4.4 % late over the seeds 0 to 4."""
     found_s, want_s = ends_s(PUBLISHED, name)
-    assert found_s == pytest.approx(want_s, rel=0.07)
+    assert found_s == pytest.approx(want_s, rel=0.05)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_within_nine_percent(name: str) -> None:
+def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_late_and_by_little(name: str) -> None:
     """It also gets the GPUs of an ended rollout while it waits for its last minibatch, so its forecast is late."""
     found_s, want_s = ends_s(of(streams=False), name)
-    assert found_s == pytest.approx(want_s, rel=0.09)
+    assert want_s <= found_s <= want_s * (1 + MOST_LATE[name])
     assert want_s > 1.1 * ends_s(PUBLISHED, name)[1]
 
 
@@ -106,7 +109,7 @@ def small(**changes: object) -> Scenario:
     return Scenario.model_validate(own | changes)
 
 
-def test_the_search_finds_the_best_plan_of_a_small_cluster_within_two_percent() -> None:
+def test_the_search_finds_the_best_plan_of_a_small_cluster_within_half_a_percent() -> None:
     situation, simulated = opened(small(), 3)
     seen = forecast(situation, simulated, tuple(range(32)))
     found = search(seen, family(seen.cluster, 2, seen.span_s), rounds=30)
@@ -117,7 +120,7 @@ def test_the_search_finds_the_best_plan_of_a_small_cluster_within_two_percent() 
         np.array([[row[1][0], row[2][0]] for row in every]),
         np.array([[row[1][1], row[2][1]] for row in every]),
     )
-    assert found.score_s <= best_of(seen, not_before(plans, earliest_start_s(seen))).score_s * 1.02
+    assert found.score_s <= best_of(seen, not_before(plans, earliest_start_s(seen))).score_s * 1.005
 
 
 def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
@@ -155,13 +158,13 @@ def test_among_plans_with_equal_ends_the_one_with_more_slack_is_chosen() -> None
     starts = np.array([0.7 * seen.span_s, early])
     plans = Plans(starts, np.full((2, 4), 8), np.full((2, 4), 4))
     ends_s, others_s = seen.ends_s(plans)
-    assert ends_s[0] == pytest.approx(ends_s[1], rel=0.02)
+    assert ends_s[0] == pytest.approx(ends_s[1])
     assert others_s[1] < others_s[0]
     assert best_of(seen, plans).plan.start_s[0] == early
 
 
-def test_the_forecast_number_of_tokens_at_the_start_is_right_within_five_percent() -> None:
+def test_the_forecast_number_of_tokens_at_the_start_is_right_within_three_percent() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     assert final_lengths(situation.generation, situation.lengths).sum() == pytest.approx(
-        simulated.workload.lengths.num_tokens, rel=0.05
+        simulated.workload.lengths.num_tokens, rel=0.03
     )
