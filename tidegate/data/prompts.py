@@ -25,7 +25,7 @@ from tidegate.checksums import file_checksum
 from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, DataSection
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
-from tidegate.data.records import Record, data_files, read_records
+from tidegate.data.records import TRAINING_SPLIT, Record, data_files, read_records
 from tidegate.short_lists import first_lines
 from tidegate.tasks.tokenizer import TaskTokenizer
 
@@ -155,7 +155,7 @@ class PromptList:
 
 def training_files(data: DataSection) -> tuple[Path, ...]:
     """Raises as `data_files`."""
-    return data_files(Path(data.train), split="train")
+    return data_files(Path(data.train), split=TRAINING_SPLIT)
 
 
 def evaluation_files(evaluation: EvaluationSection) -> tuple[Path, ...]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 KINDS = (".jsonl", ".parquet")
+TRAINING_SPLIT = "train"
+"""The files of a folder that a job trains on."""
 _ROWS_AT_ONCE = 1024
 _INSTALL_PYARROW = "install what requirements/data.txt lists (it has pyarrow), or convert it to .jsonl"
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.unit.config.valid_config import VALID, valid_with
+import pytest
+
+from tests.unit.config.valid_config import DATA, VALID, on_data, valid_with
 from tidegate.config.files import load_config
 from tidegate.config.job_config import parse_config
 
@@ -41,6 +44,30 @@ def test_an_engine_that_takes_no_seeds_is_a_warning_that_names_one_that_does() -
 def test_gpus_that_no_component_uses_are_a_warning() -> None:
     (warning,) = parse_config(valid_with("cluster.nodes", {"n0": 3, "n1": 4})).warnings()
     assert "leaves 2 of 7 GPUs to no component: 5 (n1/2), 6 (n1/3);" in warning
+
+
+@pytest.mark.parametrize(
+    ("train", "changes", "remedy"),
+    [
+        ("all.jsonl", {"data": "all.jsonl"}, "name a file whose prompts are not trained on"),
+        ("all.parquet", {"data": "more/../all.parquet", "split": "other"}, "name a file"),
+        ("folder", {"data": "folder/", "split": "train"}, "name another split"),
+    ],
+    ids=["the same file", "the same file otherwise written", "the same split of a folder"],
+)
+def test_an_evaluation_on_what_the_job_trains_on_is_a_warning(train: str, changes: dict[str, Any], remedy: str) -> None:
+    raw = on_data(data={**DATA, "train": train}, evaluation={"every": 2, "num_prompts": 4, **changes})
+    (warning,) = (each for each in parse_config(raw).warnings() if "evaluation" in each)
+    assert warning.startswith(f"evaluation.data={changes['data']} is data.train: the first 4 prompts of the evaluation")
+    assert remedy in warning
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluated"), [("folder", "folder"), ("a.jsonl", "b.jsonl")], ids=["another split", "another file"]
+)
+def test_an_evaluation_on_other_data_is_no_warning(train: str, evaluated: str) -> None:
+    raw = on_data(data={**DATA, "train": train}, evaluation={"every": 2, "data": evaluated})
+    assert not [each for each in parse_config(raw).warnings() if "evaluation" in each]
 
 
 def test_the_example_config_has_no_warnings() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 
-from tests.unit.config.valid_config import VALID, valid_with
+from tests.unit.config.valid_config import VALID, on_data, valid_with
 from tidegate.config.job_config import ConfigError, parse_config
 
 WRONG = {
@@ -249,19 +248,8 @@ def test_a_wrong_config_is_refused_with_a_remedy(case: str) -> None:
         parse_config(raw)
 
 
-DATA = {"train": "train.jsonl", "answer_key": "answer"}
-REWARDS = [{"name": "exact_match"}]
-
-
-def _on_data(**changes: Any) -> dict[str, Any]:
-    raw = copy.deepcopy(VALID)
-    raw["model"]["tokenizer"] = "words.json"
-    raw["actor"]["warm_up"] = {"steps": 0}
-    return {**raw, "task": None, "data": DATA, "rewards": REWARDS, **changes}
-
-
 def test_a_job_has_a_task_or_data_with_rewards() -> None:
-    parse_config(_on_data())
+    parse_config(on_data())
     task = {"name": "count"}
     cases: list[dict[str, Any]] = [
         {"task": task},
@@ -271,14 +259,14 @@ def test_a_job_has_a_task_or_data_with_rewards() -> None:
     ]
     for wrong in cases:
         with pytest.raises(ConfigError, match=r"task|rewards"):
-            parse_config(_on_data(**wrong))
+            parse_config(on_data(**wrong))
 
 
 def test_only_a_job_on_data_names_evaluation_data() -> None:
     evaluation = {"every": 2, "num_prompts": 4}
-    parse_config(_on_data(evaluation={**evaluation, "data": "test.jsonl"}))
+    parse_config(on_data(evaluation={**evaluation, "data": "test.jsonl"}))
     with pytest.raises(ConfigError, match=r"^evaluation.data is empty: name a file"):
-        parse_config(_on_data(evaluation=evaluation))
+        parse_config(on_data(evaluation=evaluation))
     parse_config(valid_with("evaluation", evaluation))
     with pytest.raises(ConfigError, match=r"^evaluation.data is given, and a built-in task has held-out prompts"):
         parse_config(valid_with("evaluation", {**evaluation, "data": "test.jsonl"}))

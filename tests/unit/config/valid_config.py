@@ -1,4 +1,4 @@
-"""A small job's valid config, and the same with another value."""
+"""A small job's valid config, the same with another value, and on data."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def valid_with(path: str, value: object) -> dict[str, Any]:
         section = section.setdefault(parent, {})
     section[key] = value
     return raw
+
+
+DATA = {"train": "train.jsonl", "answer_key": "answer"}
+REWARDS = [{"name": "exact_match"}]
+
+
+def on_data(**changes: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(VALID)
+    raw["model"]["tokenizer"] = "words.json"
+    raw["actor"]["warm_up"] = {"steps": 0}
+    return {**raw, "task": None, "data": DATA, "rewards": REWARDS, **changes}

@@ -1,4 +1,5 @@
-"""Faults between `evaluation` and the other sections. Each text is one fault.
+"""Faults between `evaluation` and the other sections, and what is legal but rarely intended. Each text is one fault, or
+one warning. Only the texts of paths are compared: no file is read here.
 
 Invariant: a job on data names the data of its evaluation, and a job on a built-in task names none, since the task has
 held-out prompts of its own. [test_wrong_configs: only_a_job_on_data_names_evaluation_data]
@@ -6,8 +7,11 @@ held-out prompts of its own. [test_wrong_configs: only_a_job_on_data_names_evalu
 
 from __future__ import annotations
 
+from os.path import normpath
+
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.config.sections.job import JobSections
+from tidegate.data.records import KINDS, TRAINING_SPLIT
 
 
 def evaluation_faults(config: JobSections) -> list[str]:
@@ -15,6 +19,24 @@ def evaluation_faults(config: JobSections) -> list[str]:
     if evaluation is None:
         return []
     return [*_prompt_faults(config, evaluation), *_sampling_faults(config, evaluation)]
+
+
+def evaluation_warnings(config: JobSections) -> list[str]:
+    """The config must be without fault."""
+    data, evaluation = config.data, config.evaluation
+    if data is None or evaluation is None or normpath(data.train) != normpath(evaluation.data):
+        return []
+    if evaluation.data.endswith(KINDS):
+        remedy = "name a file whose prompts are not trained on"
+    elif evaluation.split == TRAINING_SPLIT:
+        remedy = "name another split"
+    else:
+        return []
+    what = "all prompts" if evaluation.num_prompts is None else f"the first {evaluation.num_prompts} prompts"
+    return [
+        f"evaluation.data={evaluation.data} is data.train: {what} of the evaluation are trained on, so it measures "
+        f"what the model remembers; {remedy}"
+    ]
 
 
 def longest_evaluated(config: JobSections) -> int:

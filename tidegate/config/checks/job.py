@@ -8,6 +8,7 @@ Each text gives the key, the numbers and the remedy. An empty list means that th
 from __future__ import annotations
 
 from tidegate.config.checks.actor_layouts import actor_layout_warnings
+from tidegate.config.checks.evaluation import evaluation_warnings
 from tidegate.config.checks.layouts import replicas_fault
 from tidegate.config.checks.lr import lr_warnings
 from tidegate.config.engines.registry import kind_of
@@ -216,7 +217,7 @@ def devices_fault(cluster: ClusterSection, num_found: int) -> str | None:
 
 def config_warnings(config: JobSections) -> tuple[str, ...]:
     """Settings that are legal but rarely intended. The config must be without fault."""
-    warnings = lr_warnings(config) + actor_layout_warnings(config)
+    warnings = lr_warnings(config) + actor_layout_warnings(config) + evaluation_warnings(config)
     if config.algorithm.top_p != 1:
         warnings.append(
             f"algorithm.top_p={config.algorithm.top_p:g}: responses are sampled from the likeliest tokens only, but "
