@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -116,8 +117,8 @@ def text(view: dict[str, Any]) -> str:
     rows = [{**row, "gpus": len(row["on"]), "on": first_few(row["on"], most=12)} for row in view["components"]]
     lines += ["", table(rows, _COLUMNS)]
     lines += [f"{state}: {first_few(gpus, most=12)}" for state, gpus in sorted(view["other_gpus"].items())]
-    if figures := ", ".join(_figure(name, value) for name, value in view["rates"].items() if value not in ({}, None)):
-        lines += ["", figures]
+    if figures := list(figure_lines(view["rates"])):
+        lines += ["", *figures]
     if view["summary"]["moves"]:
         lines.append(view["moves_line"])
     if view["moves"]:
@@ -127,10 +128,15 @@ def text(view: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figure(name: str, value: Any) -> str:
-    if name == "backlog":
-        return ", ".join(f"{queue} {count} waiting" for queue, count in value.items())
-    return f"{name.replace('_', ' ')} {value:g}"
+def figure_lines(rates: Row) -> Iterator[str]:
+    """A line for each component, with units. A terminal of 80 columns has room for them."""
+    if backlog := rates["backlog"]:
+        yield "waiting: " + ", ".join(f"{count} {queue} groups" for queue, count in backlog.items())
+    if "sequences" in rates:
+        unfinished, every = rates["unfinished"], rates["sequences"]
+        yield f"rollout: {unfinished} of {every} sequences unfinished, {rates['rollout_tokens_per_s']:.0f} tokens/s"
+    if "inference_tokens_per_s_per_gpu" in rates:
+        yield f"inference: {rates['inference_tokens_per_s_per_gpu']:.0f} tokens/s on each GPU"
 
 
 def _view(

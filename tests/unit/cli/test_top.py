@@ -13,7 +13,7 @@ import pytest
 
 from cli.__main__ import main
 from cli.rows import Form
-from cli.top import top
+from cli.top import Figures, figure_lines, top
 from tests.unit.cli.configs import small_config
 from tests.unit.cli.moving_jobs import LINES, moved_job
 from tests.unit.cli.schedulers import LeavingScheduler, end_job, served
@@ -87,7 +87,8 @@ async def test_the_view_of_a_live_job_has_gpus_backlog_rates_and_the_last_moves(
         "n0/0, n0/1",
         "moving: n0/2",
         "drained by hand: n0/3",
-        "scored 5 waiting, sequences 3, unfinished 2, rollout tokens per s 250",
+        "waiting: 5 scored groups",
+        "rollout: 2 of 3 sequences unfinished, 250 tokens/s",
         "1 moves in 0.5 s of switches",
         "actor resize -n0/2 open: the actor grows",
         "last decision: tide: waits",
@@ -95,6 +96,26 @@ async def test_the_view_of_a_live_job_has_gpus_backlog_rates_and_the_last_moves(
         assert want in out
     assert value["rates"]["backlog"] == {"scored": 5}
     assert [each["transition"] for each in value["moves"]] == ["small/1/t5", "small/1/t4"]
+
+
+def test_the_figures_of_a_large_job_have_units_and_fit_80_columns() -> None:
+    engine = events_pb2.Engine(gpus=["n0/2"], rate_tokens_per_s=1_234_567.8)
+    figures = Figures()
+    bodies: list[dict[str, Any]] = [
+        {"backlog": events_pb2.Backlog(queue="generated", num_messages=12_345)},
+        {"backlog": events_pb2.Backlog(queue="scored", num_messages=12_345)},
+        {"generation": events_pb2.Generation(engines=[engine], places=[0] * 65_536 + [-3] * 65_536)},
+        {"inferring": events_pb2.Inferring(rate_tokens_per_s_per_gpu=1_234_567.8)},
+    ]
+    for body in bodies:
+        figures.take(control_pb2.ListEventsResponse(event=events_pb2.Event(**body)))
+    lines = list(figure_lines(figures.rates()))
+    assert lines == [
+        "waiting: 12345 generated groups, 12345 scored groups",
+        "rollout: 65536 of 131072 sequences unfinished, 1234568 tokens/s",
+        "inference: 1234568 tokens/s on each GPU",
+    ]
+    assert max(map(len, lines)) <= 80
 
 
 async def test_a_terminal_is_drawn_again_until_the_job_ends_and_each_event_is_read_once(
