@@ -130,6 +130,7 @@ class FakeInstance(Generic[W]):
         self.started: list[Grant] = []
         self.is_silent = False
         """Whether it gives no answer, like a node that cannot be reached."""
+        self.silence = "gave no answer"
         self.num_unanswered = 0
         self.unanswered = Changes()
         """Notified of each call without an answer."""
@@ -197,7 +198,7 @@ class FakeInstance(Generic[W]):
         if self.is_silent:
             self.num_unanswered += 1
             self.unanswered.notify()
-            raise WorkerUnreachable(f"the instance on {self.node} gave no answer")
+            raise WorkerUnreachable(f"the instance on {self.node} {self.silence}")
 
 
 async def _unless_dead(slot: _Slot[W], replies: AsyncIterator[wire.WorkerReply]) -> wire.WorkerReply | None:

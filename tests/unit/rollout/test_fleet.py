@@ -170,9 +170,12 @@ async def test_a_release_that_its_node_does_not_answer_is_asked_again(tmp_path: 
             give(of, scale_down(of, [second], [first]), of.open_iteration())
             await of.published("iteration_reported")
             await away.unanswered.until(lambda: away.num_unanswered == 3)
+            away.silence = "cannot be reached"
+            await away.unanswered.until(lambda: away.num_unanswered == 4)
             away.is_silent = False
             await of.published("gpus_released")
-        assert [line["event"] for line in lines].count("stop not answered") == 1
+        errors = [line["error"] for line in lines if line["event"] == "stop not answered"]
+        assert errors == ["the instance on n1 gave no answer", "the instance on n1 cannot be reached"]
         assert await away.workers(of.leads[0].tools.job_id) == ()
         await of.published("layout_committed", count=2)
 
