@@ -106,10 +106,8 @@ def test_a_world_that_was_left_leaves_no_descriptor_and_no_thread(
     assert load_job(config).model.num_layers == MODEL["num_layers"]
     arguments = {"config": config.to_json(), "folder": str(folder)}
     for counts in ranks.run(f"{RANKS}:moves", 2, arguments, timeout_s=120):
-        # A rank serves a store from its first world as the first rank on.
-        descriptors, threads = counts["descriptors"].tolist(), counts["threads"].tolist()
-        assert len(descriptors) == NUM_MOVES
-        assert (descriptors[2:], threads[2:]) == (
-            [*descriptors[2:4], *descriptors[2:4]],
-            [*threads[2:4], *threads[2:4]],
-        )
+        # A rank serves a store from its first world as the first rank on. A peer may close a connection to it late, so
+        # one count may be higher.
+        for each in (counts["descriptors"].tolist(), counts["threads"].tolist()):
+            assert len(each) == NUM_MOVES == 6
+            assert min(each[4:]) <= min(each[2:4])
