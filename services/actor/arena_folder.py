@@ -12,12 +12,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from tidegate.elastic.plan.recovery import NUM_SLOTS
 from tidegate.elastic.settings import CopyTo
-from tidegate.elastic.state.copies import NUM_SLOTS
 from tidegate.types import Layout, Precision
+
+if TYPE_CHECKING:
+    import torch
 
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")

@@ -41,10 +41,9 @@ from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.tensors import Tensors
 from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.plan import Part
-from tidegate.elastic.plan.recovery import Origin
+from tidegate.elastic.plan.recovery import NUM_SLOTS, Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.settings import ElasticSettings
-from tidegate.elastic.state.copies import NUM_SLOTS
 from tidegate.elastic.state.host_copy import KEPT_SLOT
 from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress

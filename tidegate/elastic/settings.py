@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tidegate.elastic.check.certificate import Level
+from tidegate.elastic.check.level import Level
 
 
 class CopyTo(StrEnum):

@@ -47,11 +47,11 @@ from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.provider import ModelProvider
 from tidegate.elastic.open_update import OpenUpdate
 from tidegate.elastic.plan.layout import LayoutRefused, Mesh
+from tidegate.elastic.plan.recovery import NUM_SLOTS
 from tidegate.elastic.report import ReshardReport, Stopwatch
 from tidegate.elastic.reshard_preparation import OnPoint, Preparation, PreparedReshard, ReshardAborted, ignore_point
 from tidegate.elastic.settings import ElasticSettings
 from tidegate.elastic.state.arena_files import sweep
-from tidegate.elastic.state.copies import NUM_SLOTS
 from tidegate.elastic.state.location import RankState, StateLocation, exchange_location
 from tidegate.elastic.state.progress import Progress
 from tidegate.elastic.state.stamp import Note, encoded

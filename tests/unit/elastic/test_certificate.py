@@ -12,13 +12,13 @@ from tests.unit.elastic import cutter
 from tidegate.elastic.check.certificate import (
     Certificate,
     CertificateMismatch,
-    Level,
     RankSums,
     certify,
     decode_all,
     encode_all,
     sum_part,
 )
+from tidegate.elastic.check.level import Level
 from tidegate.elastic.model.tensors import TensorKey
 from tidegate.elastic.plan.gpt import EMBEDDING, FINAL_NORM, GptShape, gpt_parameters
 from tidegate.elastic.plan.holders import State

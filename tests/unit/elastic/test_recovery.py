@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.elastic.plan.recovery import Origin, Recovery, StateLost, Version, choose_recovery, guardians
-from tidegate.elastic.state.copies import NUM_SLOTS
+from tidegate.elastic.plan.recovery import NUM_SLOTS, Origin, Recovery, StateLost, Version, choose_recovery, guardians
 
 GUARDED = NUM_SLOTS
 """The first of the slots that a guardian keeps."""

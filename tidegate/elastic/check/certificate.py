@@ -1,13 +1,5 @@
 """Certifies that the target holds what the source held: every rank sums its tensors, and all compare the same sums.
 
-Levels:
-- `full`: everything that is held before and after. Ranks that hold the same region have the same sum, and so do the
-  pipeline stages that hold copies of one tensor. The sums of a tensor's regions add up to the tensor's sum, which is
-  the same at both ends.
-- `new`: only regions that came from other ranks, as the sender and as the receiver have them. It is cheaper, and does
-  not see a rank's local copies.
-- `off`: nothing.
-
 A dead source rank has sums only if a member sums the tensors that it left. Otherwise a stage that is not whole is not
 compared, and the certificate names every tensor that no stage of the source has whole.
 
@@ -24,9 +16,9 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
+from tidegate.elastic.check.level import Level
 from tidegate.elastic.check.sums import WeightedSums
 from tidegate.elastic.model.tensors import TensorKey, Tensors
 from tidegate.elastic.plan.layout import Mesh
@@ -38,12 +30,6 @@ _KINDS = tuple(StateKind)
 _HEAD = struct.Struct("<3Q4I")
 _ENTRY = struct.Struct("<HBQQQ")
 _RANK = struct.Struct("<qQ")
-
-
-class Level(StrEnum):
-    OFF = "off"
-    NEW = "new"
-    FULL = "full"
 
 
 class CertificateMismatch(RuntimeError):

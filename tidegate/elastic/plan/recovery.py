@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+NUM_SLOTS = 2
+"""The newest copies of its tensors that a rank keeps."""
+
 
 class StateLost(RuntimeError):
     """Not enough of the state survives its dead members: return to the checkpoint."""

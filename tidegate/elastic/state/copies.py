@@ -25,10 +25,10 @@ import torch.distributed as dist
 from tidegate.elastic.epoch.world import World, peers_needed
 from tidegate.elastic.model.memory import ALIGNMENT_BYTES, Arena, Place
 from tidegate.elastic.model.tensors import TensorKey, Tensors
+from tidegate.elastic.plan.recovery import NUM_SLOTS
 from tidegate.elastic.state.catalogue import Extent
 from tidegate.elastic.state.stamp import RECORD_BYTES, Note, Stamp
 
-NUM_SLOTS = 2
 _PIECE_BYTES = 16 << 20
 """The size of the pieces in which a copy is sent. It bounds the staging of a device without host memory."""
 

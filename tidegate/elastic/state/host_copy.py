@@ -22,8 +22,9 @@ import torch
 
 from tidegate.elastic.model.memory import Arena, OwnArena, SharedArena
 from tidegate.elastic.model.tensors import TensorKey, Tensors
+from tidegate.elastic.plan.recovery import NUM_SLOTS
 from tidegate.elastic.state.catalogue import Extent
-from tidegate.elastic.state.copies import NUM_SLOTS, Packing
+from tidegate.elastic.state.copies import Packing
 from tidegate.elastic.state.stamp import Note
 
 KEPT_SLOT = 2 * NUM_SLOTS

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from tidegate.elastic.model.memory import ArenaReader, Place
 from tidegate.elastic.model.tensors import TensorKey, Tensors
-from tidegate.elastic.plan.recovery import Origin, Version
-from tidegate.elastic.state.copies import NUM_SLOTS, Packing, slot_start_bytes
+from tidegate.elastic.plan.recovery import NUM_SLOTS, Origin, Version
+from tidegate.elastic.state.copies import Packing, slot_start_bytes
 from tidegate.elastic.state.host_copy import KEPT_SLOT
 from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.stamp import Note, read_at
