@@ -1,5 +1,5 @@
 # make demo   a real job, from nothing to its result      make test       the checks and tests that a commit must pass
-# make lint   every check that runs no test               make test-long  three full seeds and the whole kill matrix
+# make lint   every check that runs no test               make test-long  the long tests, and every example of the properties
 # make fmt    format the code, apply automatic fixes      make test-all   all tests and checks
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
 # make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
@@ -88,6 +88,7 @@ test: lint
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(DEV)
+	@$(BIN)/python -m pytest --full tests/properties --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
 	@$(BIN)/python -m pytest -m long --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
 
 mutations: $(DEV)

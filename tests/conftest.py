@@ -7,6 +7,7 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests import effort
 from tests.parts import dealt
 
 # Set it before the first import of torch, whose sums depend on the number of threads.
@@ -19,6 +20,11 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
+    parser.addoption("--full", action="store_true", help="give every property its full number of examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    effort.IS_FULL = config.getoption("--full")
 
 
 LONG_TIMEOUT_S = 900.0

@@ -112,7 +112,7 @@ OTHERS: dict[tuple[str, str], Struck] = {
     ("a rank of the actor", "a rollout that comes back"): worker(ACTOR, "n0/0"),
 }
 SURVIVED = {(victim, at): struck for at in AT for victim, struck in ITS.items()} | OTHERS
-QUICK = {("its worker", "an actor that resumes"), ("its lead", "a rollout that drains")}
+QUICK = {("its lead", "a rollout that drains")}
 
 
 @pytest.mark.parametrize(

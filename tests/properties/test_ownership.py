@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.effort import examples
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
 from tidegate.gate import GateState
@@ -207,7 +208,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 def test_a_gpu_has_one_owner_and_tokens_only_grow_and_open_transitions_are_disjoint() -> None:
-    run_state_machine_as_test(OwnershipMachine, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(OwnershipMachine, settings=settings(max_examples=examples(60), stateful_step_count=30))
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)

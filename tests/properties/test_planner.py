@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.elastic import cutter
 from tests.unit.elastic.message_simulation import carry_out
 from tidegate.elastic.plan.buckets import schedule
@@ -125,7 +126,7 @@ def resizes(draw: st.DrawFn, optimizers: Sequence[str] = OPTIMIZERS) -> Resize:
     return Resize(parameters, state(source, first), state(target, second), hosts)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(resizes())
 def test_applied_to_arrays_a_plan_gives_exactly_the_targets_shards(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -136,7 +137,7 @@ def test_applied_to_arrays_a_plan_gives_exactly_the_targets_shards(resize: Resiz
     cutter.assert_same(got, want)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(resizes(optimizers=("plain", "distributed")))
 def test_a_plan_and_the_plan_back_are_the_identity(resize: Resize) -> None:
     source = cutter.world(resize.source, resize.parameters, cutter.whole_tensors(resize.parameters))
@@ -147,7 +148,7 @@ def test_a_plan_and_the_plan_back_are_the_identity(resize: Resize) -> None:
     cutter.assert_same(again, source)
 
 
-@settings(max_examples=45)
+@settings(max_examples=examples(45))
 @given(resizes())
 def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> None:
     whole = resize.planner().whole()
@@ -156,14 +157,14 @@ def test_a_rank_alone_plans_exactly_its_part_of_the_whole(resize: Resize) -> Non
         assert resize.planner().part(part.rank) == part
 
 
-@settings(max_examples=45)
+@settings(max_examples=examples(45))
 @given(resizes())
 def test_the_bytes_of_each_rank_are_those_of_its_part(resize: Resize) -> None:
     want = {part.rank: RankTraffic(part.sent_bytes, part.received_bytes) for part in resize.planner().whole().parts}
     assert resize.planner().bytes_by_rank() == want
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(resizes())
 def test_a_rank_receives_exactly_the_regions_that_it_lacks(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -179,7 +180,7 @@ def test_a_rank_receives_exactly_the_regions_that_it_lacks(resize: Resize) -> No
         assert part.received_bytes == want
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(resizes())
 def test_the_holders_of_a_shard_serve_numbers_of_regions_that_differ_by_at_most_one(resize: Resize) -> None:
     """On one host, of the weights of one shape and cut, between the same stages and experts' ranks."""
@@ -208,7 +209,7 @@ def test_the_holders_of_a_shard_serve_numbers_of_regions_that_differ_by_at_most_
         assert max(numbers) - min(numbers) <= 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(resizes())
 def test_far_ranks_serve_only_what_nobody_on_the_host_holds(resize: Resize) -> None:
     whole = cutter.whole_tensors(resize.parameters)
@@ -225,7 +226,7 @@ def test_far_ranks_serve_only_what_nobody_on_the_host_holds(resize: Resize) -> N
             assert not np.isin(taken, np.concatenate([*near, np.array([cutter.PADDING])])).any()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(resizes(), st.sampled_from((16, 100, 4096)), st.booleans())
 def test_no_order_deadlocks_and_buckets_carry_everything_within_the_memory(
     resize: Resize, memory_bytes: int, is_blocking: bool

@@ -14,10 +14,11 @@ from services.scheduler.state.layouts import engine_size, placed_gpus, replica_s
 from services.scheduler.state.observed import ENDED, QUEUED, TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from services.scheduler.state.values import JobSpec
+from tests.effort import examples
 from tests.unit.scheduler.situations import after, generation, job, seen
 from tidegate.types import Role
 
-QUICK = settings(max_examples=80, deadline=None)
+QUICK = settings(max_examples=examples(80), deadline=None)
 MAX_RUNNING = 8
 
 

@@ -20,6 +20,7 @@ from services.scheduler.shell.codecs.state_codec import decode_state, encode_sta
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.values import total
+from tests.effort import examples
 from tests.properties.job_histories import (
     NUM_ITERATIONS,
     finished,
@@ -32,7 +33,7 @@ from tests.unit.scheduler.fake_parts import JOB, NODES
 from tidegate.ownership.records import Outcome, PartKind
 from tidegate.types import Role, instance_id
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SLOW
@@ -93,7 +94,7 @@ def test_deaths_of_ranks_once_the_first_iteration_is_open_cost_no_incarnation_an
     assert not any(component.num_failed_starts for component in drive.state.components.values())
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories())
 def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(steps: list[tuple[str, int]]) -> None:
     drive = finished(steps)
@@ -111,7 +112,7 @@ def test_a_replica_that_reads_the_same_history_decides_the_same_byte_for_byte(st
     assert encode_state(state) == encode_state(drive.state)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories())
 def test_each_command_takes_effect_once_under_one_lead(steps: list[tuple[str, int]]) -> None:
     drive = finished(steps)
@@ -121,7 +122,7 @@ def test_each_command_takes_effect_once_under_one_lead(steps: list[tuple[str, in
     assert len({effect.rpartition("/a")[0] for effect in opened}) == len(opened)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(histories(), st.randoms(use_true_random=False))
 def test_events_of_a_finished_job_told_again_in_any_order_change_nothing(
     steps: list[tuple[str, int]], shuffler: object

@@ -19,6 +19,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.happenings import What
 from simulator.scenario import Scenario, parse_scenario
 from simulator.scheduled import JobFailed
+from tests.effort import examples
 from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole
 
@@ -108,7 +109,7 @@ def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, 
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scenarios(), st.sampled_from(POLICIES), st.integers(0, 2**31), st.booleans())
 def test_every_sample_is_trained_once_whatever_fails(
     scenario: Scenario, policy: Policy, seed: int, directly: bool
@@ -116,7 +117,7 @@ def test_every_sample_is_trained_once_whatever_fails(
     check_whole(simulate(scenario, policy, seed=seed, directly=directly), scenario)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(scenarios(gone_for_good), st.sampled_from([*POLICIES, StaticPolicy()]), st.integers(0, 2**31))
 def test_without_gpus_that_never_come_back_an_iteration_ends_or_its_job_fails_with_a_reason(
     scenario: Scenario, policy: Policy, seed: int
@@ -126,7 +127,7 @@ def test_without_gpus_that_never_come_back_an_iteration_ends_or_its_job_fails_wi
     assert not reason or "without effect" in reason
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(scenarios(st.one_of(nodes_gone, gone_for_good), THREE_NODES), st.sampled_from(POLICIES), st.integers(0, 2**31))
 def test_without_nodes_an_iteration_ends_or_its_job_says_why_it_does_not(
     scenario: Scenario, policy: Policy, seed: int

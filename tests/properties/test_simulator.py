@@ -15,6 +15,7 @@ from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import Happening, What
 from simulator.workload import Workload
 from simulator.world import World
+from tests.effort import examples
 from tests.unit.simulator.small import CLUSTER, shown, workload, world
 from tidegate.types import GpuId, Layout, MinibatchOrder
 
@@ -128,7 +129,7 @@ def made(work: Workload, found: list[Fault]) -> World:
     return world(work, faults=found)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(workloads, st.lists(moves, max_size=25), st.lists(faults, max_size=3))
 def test_every_sequence_ends_once_with_its_tokens_and_is_trained_once(
     work: Workload, asked: list[Move], found: list[Fault]
@@ -144,7 +145,7 @@ def test_every_sequence_ends_once_with_its_tokens_and_is_trained_once(
     assert sum(each.count for each in history if each.what is What.MINIBATCH_FINISHED) == want
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(workloads, st.lists(moves, max_size=25), st.lists(faults, max_size=3))
 def test_the_same_moves_give_the_same_history_byte_for_byte(
     work: Workload, asked: list[Move], found: list[Fault]

@@ -31,6 +31,7 @@ from services.scheduler.state.observed import (
     Training,
 )
 from services.scheduler.state.values import JobSpec, Placed
+from tests.effort import examples
 from tests.unit.scheduler.fake_parts import JOB, gpu
 from tests.unit.scheduler.situations import job
 from tidegate.ownership.records import GpuRecord, GpuState, Move, Owner, Part, PartKind, Transition
@@ -141,7 +142,7 @@ def shown(situation: Situation) -> Counter[GpuId]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(states())
 def test_every_state_of_an_open_iteration_has_a_situation_that_shows_no_gpu_twice(state: ClusterState) -> None:
     situation = situation_of(state, now_ms=5)
@@ -157,7 +158,7 @@ def test_every_state_of_an_open_iteration_has_a_situation_that_shows_no_gpu_twic
     assert not lost & (shown(situation).keys() - in_transitions), "nobody knows who works on a lost GPU"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(states())
 def test_a_sequence_ends_only_by_its_engines_word_or_by_its_groups_being_handed_on(state: ClusterState) -> None:
     situation = situation_of(state, now_ms=5)
@@ -213,7 +214,7 @@ def led(spec: JobSpec) -> ClusterState:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(tellings())
 def test_the_latest_picture_of_each_lead_is_kept_in_whatever_order_they_come(reported: list[ev.Event]) -> None:
     state = led(SPEC)
