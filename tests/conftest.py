@@ -29,14 +29,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 LONG_TIMEOUT_S = 900.0
 """The limit of a long test that names none: such a test takes minutes beside two others on two cores."""
+JOB_TIMEOUT_S = 300.0
+"""The limit of a test of tests/e2e that names none. It counts the fixture's job too, and a slow machine takes 80 s for
+a job beside two others.
+"""
 
 
 # Run last, because -m and -k have then removed the tests that they leave out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("timeout"):
+            continue
+        if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+        elif "e2e" in item.path.parts:
+            item.add_marker(pytest.mark.timeout(JOB_TIMEOUT_S))
     part: str | None = config.getoption("--part")
     if part is None:
         return
