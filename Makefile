@@ -88,8 +88,7 @@ test: lint
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(DEV)
-	@$(BIN)/python -m pytest --full tests/properties --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
-	@$(BIN)/python -m pytest -m long --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
+	@$(BIN)/python -m pytest --full -m long --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
 
 mutations: $(DEV)
 	@$(BIN)/python -m tests.mutations

@@ -20,11 +20,16 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
-    parser.addoption("--full", action="store_true", help="give every property its full number of examples")
+    parser.addoption("--full", action="store_true", help="properties are long tests, with all their examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     effort.IS_FULL = config.getoption("--full")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if effort.IS_FULL and item.nodeid.startswith("tests/properties/"):
+        item.add_marker(pytest.mark.long)
 
 
 LONG_TIMEOUT_S = 900.0
@@ -43,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
-        elif "e2e" in item.path.parts:
+        elif item.nodeid.startswith("tests/e2e/"):
             item.add_marker(pytest.mark.timeout(JOB_TIMEOUT_S))
     part: str | None = config.getoption("--part")
     if part is None:
