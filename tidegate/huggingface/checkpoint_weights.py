@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from tidegate.elastic.plan.parameters import Parameter, Piece, Shard
-from tidegate.huggingface.checkpoint import CONFIG, HuggingFaceCheckpoint
-from tidegate.huggingface.families import CheckpointRefused
+from tidegate.huggingface.checkpoint import HuggingFaceCheckpoint
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, TensorOf, tensors_of
 from tidegate.huggingface.tensor_file import TensorFile
+from tidegate.huggingface.tied_copy import copy_differs, has_copy, stored_bytes
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -44,41 +43,17 @@ class CheckpointWeights:
                     self._check_copy(source, list(_parts(tensor, parameter, shard)))
 
     def _check_copy(self, embedding: torch.Tensor, parts: list[_Part]) -> None:
-        copy = _tied_copy(self.checkpoint)
-        if copy is not None and not all(torch.equal(part.of(copy), part.of(embedding)) for part in parts):
-            raise _tied_copy_differs(self.checkpoint)
-
-
-def check_copy(checkpoint: HuggingFaceCheckpoint) -> None:
-    """Raises CheckpointRefused when a tied copy differs from its original.
-
-    It reads both tensors, so call it once per job, not per rank.
-    """
-    copy = _tied_copy(checkpoint)
-    if copy is not None and not torch.equal(copy, mapped(checkpoint.file_of[EMBEDDING_TENSOR], EMBEDDING_TENSOR)):
-        raise _tied_copy_differs(checkpoint)
-
-
-def _tied_copy(checkpoint: HuggingFaceCheckpoint) -> torch.Tensor | None:
-    """The output layer that a tied checkpoint keeps besides the embedding. Most checkpoints have none: None."""
-    if not checkpoint.model.tied_embeddings or OUTPUT_TENSOR not in checkpoint.file_of:
-        return None
-    return mapped(checkpoint.file_of[OUTPUT_TENSOR], OUTPUT_TENSOR)
-
-
-def _tied_copy_differs(checkpoint: HuggingFaceCheckpoint) -> CheckpointRefused:
-    return CheckpointRefused(
-        f"{checkpoint.folder}: {OUTPUT_TENSOR} differs from {EMBEDDING_TENSOR}, but {CONFIG} ties them "
-        "(tie_word_embeddings): set that to false if the model has both"
-    )
+        if not has_copy(self.checkpoint):
+            return
+        copy = mapped(self.checkpoint.file_of[OUTPUT_TENSOR], OUTPUT_TENSOR)
+        if not all(torch.equal(part.of(copy), part.of(embedding)) for part in parts):
+            raise copy_differs(self.checkpoint)
 
 
 def mapped(file: TensorFile, name: str) -> torch.Tensor:
     """A tensor of a file. Only the bytes that are accessed are read."""
     stored = file.tensors[name]
-    # Copy on write, because torch needs writable memory; nothing writes to it.
-    memory = np.memmap(file.path, dtype=np.uint8, mode="c", offset=stored.offset, shape=(stored.size_bytes,))
-    return torch.frombuffer(memory, dtype=DTYPES[stored.dtype]).view(stored.shape)
+    return torch.frombuffer(stored_bytes(file, name), dtype=DTYPES[stored.dtype]).view(stored.shape)
 
 
 class _Part(NamedTuple):

@@ -18,7 +18,7 @@ from tidegate.adapters.redis_store import redis_store
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
-from tidegate.huggingface.checkpoint_weights import check_copy
+from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership.records import StoreUnavailable
