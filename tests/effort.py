@@ -1,4 +1,4 @@
-"""How many examples a property gets: a third of its full number, and all of them with `--full` (`make test-long`)."""
+"""How much a property tries: a third of its full number of cases, and all of them with `--full` (`make test-long`)."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ _SHARE = 3
 def examples(full: int) -> int:
     """The number of examples in this run."""
     return full if IS_FULL else -(-full // _SHARE)
+
+
+def distance(full: int) -> int:
+    """From one tried step to the next in this run."""
+    return full if IS_FULL else full * _SHARE

@@ -20,7 +20,7 @@ from services.scheduler.shell.codecs.state_codec import decode_state, encode_sta
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.values import total
-from tests.effort import examples
+from tests.effort import distance, examples
 from tests.properties.job_histories import (
     NUM_ITERATIONS,
     finished,
@@ -146,7 +146,7 @@ def test_every_instance_may_die_at_every_step_of_a_job() -> None:
     names = [instance_id(role, node) for role in Role for node in NODES]
     num_steps = len(finished([]).delivered)
     for name in names:
-        for at_step in range(0, num_steps, 4):
+        for at_step in range(0, num_steps, distance(4)):
             number = sorted(names).index(name)
             steps = [("deliver", 0)] * at_step + [("kill instance", number)]
             assert finished(steps).state.phase is Phase.FINISHED, f"{name} died at step {at_step}"

@@ -35,7 +35,7 @@ def test_the_weights_come_back_from_a_snapshot_with_their_times(report: PartRepo
 
 
 # Two trees of four ranks each write and read torch's checkpoint twice.
-@pytest.mark.timeout(400)
+@pytest.mark.long
 def test_both_sides_of_a_reshard_keep_every_element_and_tell_their_times(report: PartReport) -> None:
     reshard.measure("cpu", report)
     ours, theirs = (report.figures[f"{side}, dp4 to tp2-dp2"] for side in ("tidegate", "dcp"))

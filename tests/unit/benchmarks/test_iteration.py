@@ -46,6 +46,7 @@ def test_the_forecast_has_the_prompts_the_sync_and_the_micro_batches_of_the_job(
     assert scenario.workload(0).limits == limits_of(config.actor, job.model)
 
 
+@pytest.mark.long
 def test_the_best_static_split_is_one_that_the_job_can_start_with_and_forecast_to_be_faster(tmp_path: Path) -> None:
     static, best, *moving = cases_of(config_of(()))
     assert [each.policy for each in (static, best)] == ["static", "static"]

@@ -40,14 +40,14 @@ SHAPES = {
 }
 
 
-def mixed_requests() -> list[GenerationRequest]:
+def mixed_requests(most_new_tokens: int = 70) -> list[GenerationRequest]:
     """Requests with prompts of 1 to 90 tokens and responses that end at different times, across block edges."""
     return [
         request_of(
             f"r{index}",
             prompt=[(3 * index + 5 * position) % TINY.vocab_size for position in range(1 + (index * 13) % 90)],
             sampling=SamplingParams(
-                max_new_tokens=5 + (index * 17) % 65,
+                max_new_tokens=min(5 + (index * 17) % 65, most_new_tokens),
                 temperature=(0.0, 0.7, 1.0, 1.3)[index % 4],
                 top_p=0.9 if index % 3 == 0 else 1.0,
                 seed=index,
@@ -65,7 +65,7 @@ def alone(config: ModelConfig, request: GenerationRequest) -> Generation:
 def test_a_sequence_is_the_same_alone_and_in_batches_of_any_size_and_order(shape: str) -> None:
     config, requests = SHAPES[shape], mixed_requests()
     want = {request.id: alone(config, request) for request in requests}
-    for max_running_requests in (2, 5, 32):
+    for max_running_requests in (3, 32):
         assert run(engine_of(config, max_running_requests=max_running_requests), *requests) == want
     assert run(engine_of(config, max_running_requests=4), *reversed(requests)) == want
 
@@ -124,7 +124,7 @@ def test_a_sequence_that_moves_at_any_token_is_the_one_that_never_moved(temperat
     for num_steps in range(24):
         (partial,) = stopped_after(here, request, num_steps=num_steps)
         assert len(partial.response.tokens) == num_steps
-        others = mixed_requests()[num_steps % 5 :][:4]
+        others = mixed_requests(most_new_tokens=24 - num_steps)[num_steps % 5 :][:4]
         continued = run(elsewhere, *others, replace(request, partial=partial.response))["a"]
         assert continued == want, f"moved after {num_steps} tokens"
 

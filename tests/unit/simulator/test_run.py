@@ -387,6 +387,7 @@ def test_the_phases_policy_uses_every_gpu_for_one_stage_after_the_other() -> Non
     assert all((at[3].engines, at[3].trainer, at[3].inference)), "the components are back in their placements"
 
 
+@pytest.mark.long
 def test_a_trainer_stays_in_place_if_its_minibatch_is_longer_than_the_commands_deadline() -> None:
     endless = 10_000_000
     cluster = {"nodes": {"n0": 4, "n1": 4}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}}
