@@ -148,13 +148,13 @@ class RunningJob:
         raise AssertionError(f"no process runs {module} {node}")
 
     def worker(self, gpu: str, role: str = "") -> psutil.Process:
-        """The worker of a GPU: the one that writes its log. Its socket may have its gate's lock, not yet received.
+        """The worker of a GPU, by its process's title.
 
         Where components have standbys on each other's GPUs, `role` names the component."""
-        log = f"{role}/worker-{gpu.replace('/', '-')}.log"
         for process in self.processes():
             with suppress(psutil.Error):
-                if _is_worker(process) and any(opened.path.endswith(log) for opened in process.open_files()):
+                title = "".join(process.cmdline()[:1])
+                if title.startswith("tidegate: ") and title.endswith(f"{role} {gpu}"):
                     return process
         raise AssertionError(f"nobody works on {gpu}")
 

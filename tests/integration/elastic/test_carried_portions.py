@@ -26,15 +26,15 @@ def at(portions: int, ranks: Sequence[int] | None = None, /, **layout: int) -> d
 UNDISTURBED = [at(3)]
 WALKS: dict[str, list[dict[str, Any]]] = {
     "dp1 to dp2": [at(1), at(2, dp=2)],
+    "two reshards at once, and back": [at(2, dp=2), at(0, tp=2), at(0, pp=2), at(1, dp=2)],
     "dp4 to tp2 dp2": [at(2, dp=4), at(1, [3, 1, 0, 2], tp=2, dp=2)],
     "tp2 to pp2 with newcomers and leavers": [at(2, [0, 1], tp=2), at(1, [3, 1], pp=2)],
-    "tp2 to pp2 on other ranks": [at(3, [0, 1], tp=2), at(0, [3, 2], pp=2)],
-    "dp2 to dp1": [at(3, dp=2), at(0, [1])],
-    "pp2 dp2 to dp2": [at(1, pp=2, dp=2), at(2, [2, 0], dp=2)],
     "two reshards with portions between": [at(1, dp=2), at(1, pp=2), at(1, [1, 2], tp=2)],
-    "two reshards at once, and back": [at(2, dp=2), at(0, tp=2), at(0, pp=2), at(1, dp=2)],
 }
 LONG_WALKS: dict[str, list[dict[str, Any]]] = {
+    "dp2 to dp1": [at(3, dp=2), at(0, [1])],
+    "tp2 to pp2 on other ranks": [at(3, [0, 1], tp=2), at(0, [3, 2], pp=2)],
+    "pp2 dp2 to dp2": [at(1, pp=2, dp=2), at(2, [2, 0], dp=2)],
     "interleaved stages": [at(2, tp=2, dp=2), at(1, pp=2, vpp=2, dp=2)],
     "context parallel": [at(2, cp=2), at(1, dp=4)],
 }
@@ -69,9 +69,14 @@ def assert_same_update(got: list[Results], want: list[Results], *, rtol: float) 
         assert np.linalg.norm(moments[key] - moment) <= rtol * np.linalg.norm(moment), key
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_an_update_of_carried_portions_is_that_of_an_undisturbed_trainer(run: Run, walk: str) -> None:
-    places = WALKS[walk]
+@pytest.mark.parametrize(
+    "places",
+    [*WALKS.values(), *(pytest.param(places, marks=pytest.mark.long) for places in LONG_WALKS.values())],
+    ids=[*WALKS, *LONG_WALKS],
+)
+def test_an_update_of_carried_portions_is_that_of_an_undisturbed_trainer(
+    run: Run, places: list[dict[str, Any]]
+) -> None:
     found = run(places)
 
     assert_same_update(found, run(UNDISTURBED), rtol=1e-5)
@@ -95,12 +100,6 @@ def test_portions_are_carried_in_every_precision_and_by_every_transport(
 ) -> None:
     model = {name: value for name, value in options.items() if name != "shared"}
     assert_same_update(run(WALKS[walk], **options), run(UNDISTURBED, **model), rtol=rtol)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("walk", LONG_WALKS)
-def test_portions_are_carried_between_the_other_axes(run: Run, walk: str) -> None:
-    assert_same_update(run(LONG_WALKS[walk]), run(UNDISTURBED), rtol=1e-5)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
@@ -68,9 +69,10 @@ class Drive:
         self.seen += [(event, self.now_ms, None) for event in events]
         self.seen.append((None, self.now_ms, made.decided))
         self.last_reason = made.decided.reason
-        for state in made.states:
+        for before, state in pairwise(made.states):
             # No state may make this raise, whatever is reported and whatever moves.
-            situation_of(state, self.now_ms)
+            if state is not before:
+                situation_of(state, self.now_ms)
         self.state = checked(*made.states)
         self.cluster.store.saved_version = self.state.version
         return made.decided

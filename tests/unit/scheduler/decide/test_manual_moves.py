@@ -171,7 +171,9 @@ def nothing(drive: Drive) -> None:
 
 @pytest.mark.parametrize("placement", [LARGER, SMALLER], ids=["larger", "smaller"])
 @pytest.mark.parametrize("meanwhile", [nothing, a_drain, a_lost_gpu, another_split, a_failing_split, an_actor_at_home])
-@pytest.mark.parametrize("num_steps", range(12))
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(number, marks=() if number % 3 == 0 else pytest.mark.long) for number in range(12)]
+)
 def test_homes_share_no_gpu_whatever_fails_on_the_way(
     placement: dict[Role, Placed], meanwhile: Callable[[Drive], None], num_steps: int
 ) -> None:
