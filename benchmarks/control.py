@@ -4,7 +4,7 @@
    and gRPC. `alone` has no other events, `busy` has 1,000 progress events a second (`control_events`). The figures are
    the larger of the two cases.
 2. The scheduler's CPU while the iterations of a real job run, of one core; the median of the iterations. The job is
-   `examples/paced.yaml` with twice the prompts, under `tide`, at a fifth of the time of its GPUs.
+   `examples/paced.yaml` with twice the prompts, under `tide`, at the pace of its GPUs.
 3. The moves of slots to the actor in that job, from the decision to the first step, by part (`control_moves`).
    `move_s` is the median of all parts together, `move_decide_and_tell_s` of the scheduler's part.
 

@@ -20,13 +20,14 @@ from tidegate.job import JobFolder
 
 PACED = Path(__file__).resolve().parent.parent / "examples" / "paced.yaml"
 CHANGES = (
-    "cluster.pace.time_scale=0.2",
+    # The pace of its GPUs: a job in less time has as many events in less of it.
+    "cluster.pace.time_scale=1",
+    "algorithm.iterations=2",
     "algorithm.prompts_per_iteration=32",
     "actor.max_tokens_per_microbatch=256",
     "scheduler.policy=tide",
-    "scheduler.tide.least_gain_s=0.3",
 )
-QUICK = ("cluster.pace.time_scale=0.05", "algorithm.iterations=2", "scheduler.decide_every_s=0.25")
+QUICK = ("cluster.pace.time_scale=0.05", "scheduler.decide_every_s=0.25", "scheduler.tide.least_gain_s=0.3")
 _SAMPLE_EVERY_S = 0.1
 
 

@@ -88,7 +88,7 @@ class JobSpec:
     max_actor_restarts: int
     command_deadline_ms: int
     standby: tuple[GpuId, ...] = ()
-    """GPUs that the actor may get in addition to those of its placement."""
+    """GPUs of no placement. The actor may get them without a person or a policy, and so replace those that it lost."""
     max_extra_prompts: int = 0
     """How many prompts an iteration may add to replace groups without a training signal."""
     evaluate_every: int | None = None

@@ -41,6 +41,7 @@ _MEMORIES = MemoryCodec({policy: entry.memory for policy, entry in ENTRIES.items
 def job_spec(config: JobConfig) -> JobSpec:
     """The fields of a job's config that the scheduler needs."""
     algorithm, runtime = config.algorithm, config.runtime
+    placed = {gpu for role in Role for gpu in config.placement(role)}
     return JobSpec(
         placement={role: Placed(gpus=config.placement(role), layout=config.layout(role)) for role in Role},
         num_iterations=algorithm.iterations,
@@ -51,7 +52,7 @@ def job_spec(config: JobConfig) -> JobSpec:
         uses_reference=algorithm.kl_coefficient > 0,
         max_actor_restarts=runtime.max_actor_restarts,
         command_deadline_ms=round(runtime.command_deadline_s * 1000),
-        standby=config.standby(),
+        standby=tuple(gpu for gpu in config.gpus if gpu not in placed),
         max_extra_prompts=algorithm.max_extra_prompts,
         evaluate_every=config.evaluation.every if config.evaluation else None,
         minibatch_order=algorithm.minibatch_order,

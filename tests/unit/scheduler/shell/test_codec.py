@@ -376,3 +376,12 @@ def test_the_static_policy_proposes_the_configured_placement_whatever_happened(s
     assert job_spec(config()).num_logical_shards is None
     reproducible = {**CONFIG, "actor": {**CONFIG.get("actor", {}), "num_logical_shards": 8}}
     assert job_spec(parse_config(reproducible)).num_logical_shards == 8
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_a_gpu_on_which_a_component_stands_by_is_the_jobs_though_none_is_placed_on_it(role: str) -> None:
+    larger = {**CONFIG, "cluster": {**CONFIG["cluster"], "nodes": {"n0": 5}}}
+    spec = job_spec(parse_config({**larger, role: {**CONFIG.get(role, {}), "standby": "4"}}))
+    assert spec.standby == (gpu("n0", 4),)
+    assert gpu("n0", 4) in spec.gpus
+    assert gpu("n0", 4) not in job_spec(parse_config(larger)).gpus
