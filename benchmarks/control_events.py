@@ -1,7 +1,7 @@
 """From a structural event to its command, through the real scheduler process, NATS, Redis and gRPC.
 
 Each case is a job of its own. Its leads answer at once (`control_leads`), so the job is never more than one event
-ahead. First come iterations, then resizes of the actor. In the case `busy` the leads also publish progress.
+ahead. First come iterations, then resizes of the actor. In the case `busy` progress comes too (`control_progress`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.control_leads import Leads, Timed, leads
+from benchmarks.control_progress import progress
 from tests.component_bench import job_config
 from tests.scheduler_process import scheduler_process
 from tidegate.config.job_config import JobConfig
@@ -59,15 +61,16 @@ async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: flo
         config = config_of(folder, section)
         scheduler = await closing.enter_async_context(scheduler_process(config))
         own = await closing.enter_async_context(leads(config))
-        if progress_per_s:
-            task = asyncio.create_task(own.progress(per_s=progress_per_s))
-            closing.push_async_callback(_ended, task)
-        await own.until(lambda: own.num_closed >= _WARM_UP)
-        return await _timed(name, own, sizes, psutil.Process(scheduler.pid))
+        published = closing.enter_context(progress(config, per_s=progress_per_s)) if progress_per_s else None
+        await own.until(lambda: own.num_closed >= _WARM_UP and (published is None or published.value > 0))
+        return await _timed(name, own, sizes, psutil.Process(scheduler.pid), published)
 
 
-async def _timed(name: str, own: Leads, sizes: Sizes, scheduler: psutil.Process) -> dict[str, Any]:
-    began_s, cpu_s, num_progress = time.perf_counter(), _cpu_s(scheduler), own.num_progress
+async def _timed(
+    name: str, own: Leads, sizes: Sizes, scheduler: psutil.Process, published: Synchronized[int] | None
+) -> dict[str, Any]:
+    began_s, cpu_s = time.perf_counter(), _cpu_s(scheduler)
+    num_progress = published.value if published else 0
     own.timed.clear()
     until = own.num_closed + sizes.iterations
     await own.until(lambda: own.num_closed >= until)
@@ -80,7 +83,7 @@ async def _timed(name: str, own: Leads, sizes: Sizes, scheduler: psutil.Process)
     return {
         "case": name,
         **_spread(own.timed),
-        "progress_per_s": (own.num_progress - num_progress) / wall_s,
+        "progress_per_s": ((published.value if published else 0) - num_progress) / wall_s,
         "cpu_ms_per_command": 1000 * used_s / len(own.timed),
         "cpu_share": used_s / wall_s,
         "commands": {command: _spread([each for each in own.timed if each.command == command]) for command in _KINDS},
@@ -99,8 +102,3 @@ def _spread(timed: list[Timed]) -> dict[str, float]:
 def _cpu_s(process: psutil.Process) -> float:
     used = process.cpu_times()
     return used.user + used.system
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -82,13 +82,12 @@ _ACCEPTED = commands_pb2.CommandResult(accepted=True)
 
 @dataclass
 class Leads:
-    """All leads of the job. `timed` has the commands since the last `clear`; `progress` publishes beside the work."""
+    """All leads of the job. `timed` has the commands since the last `clear`."""
 
     config: JobConfig
     bus: NatsBus
     store: Store
     timed: list[Timed] = field(default_factory=list)
-    num_progress: int = 0
     num_closed: int = 0
     holds: bool = False
     """Whether the open iteration stays open: nothing is reported."""
@@ -148,15 +147,6 @@ class Leads:
             await asyncio.sleep(_LOOK_EVERY_S)
         for command in ("ScaleUp", "ScaleDown"):
             self._caused_ns.pop(command, None)
-
-    async def progress(self, *, per_s: float) -> None:
-        """Publishes progress and backlogs of the three leads at this rate together, until it is cancelled."""
-        beats = [asyncio.create_task(self._beat(role, every_s=len(Role) / per_s)) for role in Role]
-        try:
-            await asyncio.gather(*beats)
-        finally:
-            for beat in beats:
-                await end_task(beat)
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -238,20 +228,6 @@ class Leads:
         """The actor's lead decides by the commit of its part in the store."""
         (planned,) = [each for each in await self.store.current_transitions(self.job) if each.id == transition]
         await self.store.commit(planned, Role.ACTOR, decode_layout(layout))
-
-    async def _beat(self, role: Role, *, every_s: float) -> None:
-        """Each second event of a reader is the backlog of its queue. A publish that comes late is not repeated."""
-        clock = asyncio.get_running_loop()
-        next_s, number = clock.time(), 0
-        while True:
-            number += 1
-            body: EventBody = events_pb2.Progress(phase="work", num_done=number % 1000, num_total=1000)
-            if number % 2 and role is not Role.ROLLOUT:
-                body = events_pb2.Backlog(queue=f"{role}", num_messages=number % 100)
-            await self._say(role, body, iteration=self._plan.iteration if self._plan else 0)
-            self.num_progress += 1
-            next_s = max(next_s + every_s, clock.time() - 1.0)
-            await asyncio.sleep(max(0.0, next_s - clock.time()))
 
     def _cause(self, *commands: str) -> None:
         """What these commands wait for happens now."""
