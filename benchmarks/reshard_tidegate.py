@@ -2,9 +2,10 @@
 
 One side has the target layout built ahead, as a job whose policy foresees it. On the others the first switch makes
 groups and tensors, and later ones reuse them. By default they also reuse the memory of the last switch. One side
-allocates it in each switch, as a switch to a third layout does. After each switch its floor is measured: the same bytes
-to each rank by the same means, without strides, into new memory. Weights alone move between existing tensors at both
-ends, as in Megatron's refit.
+allocates it in each switch, as a switch to a third layout does. Into kept memory a switch is proved after it, as in a
+job; `proof` is the time of that with nothing beside it. After each switch its floor is measured: the same bytes to each
+rank by the same means, without strides, into new memory. Weights alone move between existing tensors at both ends, as
+in Megatron's refit.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ class ByGloo:
             self._trainer.start(source.layout, fill=self._fill)
         else:
             self._trainer.reshard(source.layout)
+            self._trainer.prove()
         self._source, self._target = self._now(), target
 
     def switch(self) -> dict[str, float]:
         return dict(self._trainer.reshard(self._target.layout).seconds)
 
     def floor(self) -> dict[str, float]:
-        return self._floors(Traffic.of(self._part()))
+        watch = Parts()
+        with watch.part("proof"):
+            self._trainer.prove()
+        return watch.seconds | self._floors(Traffic.of(self._part()))
 
     def check(self) -> None:
         location = self._now()
@@ -103,7 +108,7 @@ class BySharedMemory(ByGloo):
     def _settings(self) -> ElasticSettings:
         folder = self._crew.folder / type(self).__name__
         folder.mkdir(exist_ok=True)
-        return ElasticSettings(shared_memory=folder, timeout_s=self._crew.timeout_s)
+        return ElasticSettings(shared_memory=folder, proves_late=True, timeout_s=self._crew.timeout_s)
 
     def _floors(self, traffic: Traffic) -> dict[str, float]:
         return {

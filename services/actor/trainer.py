@@ -91,6 +91,7 @@ class MegatronTrainer:
                 host_memory=host_memory,
                 copies=settings.copies,
                 num_logical_shards=settings.num_logical_shards,
+                proves_late=True,
             ),
             on_point=on_point,
         )

@@ -272,13 +272,15 @@ class TrainerWorker:
     def _publish(self, call: wire.WorkerCall) -> Answer:
         """Write this rank's shard. Among replicas, only one writes each weight."""
         trainer, file = self._holding()
-        written = checkpoints.save_weights(trainer.elastic, Path(call.publish.folder), file)
+        with self._peers("a publish"):
+            written = checkpoints.save_weights(trainer.elastic, Path(call.publish.folder), file)
         shard = wire.PublishedShard(weights_sum=checkpoints.weights_sum(trainer.elastic), **_shard_fields(written))
         return Answer(call.call_id, shard)
 
     def _save(self, call: wire.WorkerCall) -> Answer:
         trainer, file = self._holding()
-        written = checkpoints.save(trainer.elastic, Path(call.save.folder), file)
+        with self._peers("a save"):
+            written = checkpoints.save(trainer.elastic, Path(call.save.folder), file)
         return Answer(call.call_id, wire.SavedShard(**_shard_fields(written)))
 
     def _export(self, call: wire.WorkerCall) -> Answer:
@@ -323,7 +325,11 @@ class TrainerWorker:
             raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it first")
         try:
             mesh = elastic.mesh_of(decode_layout(request.layout), tuple(request.ranks))
+            with self._peers(f"the switch before {mesh.layout} ahead"):
+                elastic.prove()
             kept_bytes = elastic.build_ahead(mesh, keeps_memory=request.keeps_memory)
+        except CallRefused:
+            raise
         except PeerLost as error:
             raise CallRefused(f"{mesh.layout} ahead: {error}") from error
         except Exception as error:  # noqa: BLE001 - the edge: it failed on all members and left nothing

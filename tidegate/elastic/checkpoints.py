@@ -33,8 +33,10 @@ _STEPS = "group_steps"
 def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None:
     """Write this member's share of everything that any layout needs to continue.
 
-    Returns None when this member's replicas write everything that it holds. Raises NotInLayout.
+    All ranks of the layout call it. Returns None when this member's replicas write everything that it holds. Raises
+    NotInLayout, and PeerLost as `ElasticTrainer.prove`.
     """
+    trainer.prove()
     tensors, location = trainer.state.skeleton.tensors(), trainer.location
     assert location is not None
     return write_rank(
@@ -53,6 +55,7 @@ def save(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None
 
 def save_weights(trainer: ElasticTrainer, folder: Path, file: str) -> WrittenFile | None:
     """Like `save`, for the weights alone and without notes: the same weights make the same file."""
+    trainer.prove()
     tensors, location = trainer.state.skeleton.tensors(), trainer.location
     assert location is not None
     parameters = trainer.provider.parameters()
@@ -66,6 +69,7 @@ def weights_sum(trainer: ElasticTrainer) -> int:
 
     Raises NotInLayout.
     """
+    trainer.prove()
     tensors, location = trainer.state.skeleton.tensors(), trainer.location
     assert location is not None
     return files.weights_sum(trainer.provider.parameters(), State(location.mesh), trainer.world.me, tensors)

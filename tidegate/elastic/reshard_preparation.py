@@ -5,7 +5,7 @@ Order:
 2. Groups and tensors of the new layout come from the epoch's cache, or are built and announced.
 3. Each rank plans its own part alone.
 4. Each target rank takes fresh memory and fetches its regions.
-5. Both ends are summed, and the sums are compared.
+5. Both ends are summed, and the sums are compared: here, or after the switch (`late_proof`).
 
 Where portions are carried, the old layout reduces their gradients after step 1 (`carried_update`).
 
@@ -24,6 +24,7 @@ A member that expects bytes from a failing member waits for it as for a dead one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +36,17 @@ from tidegate.elastic.carry.peer_to_peer import PeerToPeer
 from tidegate.elastic.carry.shared_memory import SharedMemory
 from tidegate.elastic.carry.transport import StandIns, Transport
 from tidegate.elastic.check.certificate import Certificate, certify, decode_all, encode_all, sum_part
+from tidegate.elastic.check.level import Level
 from tidegate.elastic.epoch.joint_step import MemberFailed, run_on_all
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.model.memory import ArenaReader
 from tidegate.elastic.model.tensors import Tensors
 from tidegate.elastic.plan.layout import Mesh
+from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.plan import Part
 from tidegate.elastic.plan.recovery import NUM_SLOTS, Origin
 from tidegate.elastic.report import ReshardReport, Stopwatch
-from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.state.host_copy import KEPT_SLOT
 from tidegate.elastic.state.location import StateLocation
 from tidegate.elastic.state.progress import Progress
@@ -71,6 +74,9 @@ POINTS = (
 )
 """All points of a reshard in their order. The points from `voted` on belong to the second phase."""
 
+CARRIED_KINDS = frozenset({StateKind.GRADIENT})
+"""The kinds that are compared before the switch always: the next portion changes them."""
+
 
 def ignore_point(point: str) -> None:
     """The default: nobody waits for a point."""
@@ -84,11 +90,15 @@ class ReshardAborted(RuntimeError):
 class PreparedReshard:
     """Both layouts: the job can switch to the new one, or give it back."""
 
+    name: str
     source: StateLocation
     target: StateLocation
     agreement: Agreement
+    duty: Duty
     lost: tuple[int, ...]
     certificate: Certificate
+    is_late: bool
+    """Whether the state is summed and compared after the switch."""
     watch: Stopwatch
     was_built: bool
     """Whether the target's groups and tensors were there before."""
@@ -106,7 +116,7 @@ class PreparedReshard:
             moved_bytes=certificate.moved_bytes,
             minimum_bytes=certificate.minimum_bytes,
             local_bytes=certificate.local_bytes,
-            certificate=certificate.digest,
+            certificate="" if self.is_late else certificate.digest,
             seconds=dict(self.watch.seconds),
             lost=self.lost,
             restored=_restored(self.agreement.origins),
@@ -148,13 +158,18 @@ class Preparation:
         self._on_point = on_point
         self._watch = Stopwatch()
 
-    def run(self, name: str, source: StateLocation, mesh: Mesh, progress: Progress) -> PreparedReshard:
+    def run(
+        self, name: str, source: StateLocation, mesh: Mesh, progress: Progress, *, may_be_late: bool
+    ) -> PreparedReshard:
+        """`may_be_late`: whether the state may be compared after the switch, where the settings ask for it."""
         try:
-            return self._run(name, source, mesh, progress)
+            return self._run(name, source, mesh, progress, may_be_late=may_be_late)
         except MemberFailed as error:
             raise ReshardAborted(f"the layout stays as it was: {error}") from error
 
-    def _run(self, name: str, source: StateLocation, mesh: Mesh, progress: Progress) -> PreparedReshard:
+    def _run(
+        self, name: str, source: StateLocation, mesh: Mesh, progress: Progress, *, may_be_late: bool
+    ) -> PreparedReshard:
         self._on_point("requested")
         watch = self._watch
         world, hosts = self._cache.world, self._cache.hosts
@@ -172,20 +187,35 @@ class Preparation:
         with watch.part("plan"):
             duty = self._duty(sources, agreement.origins, target)
         self._on_point("planned")
+        is_late = may_be_late and self._can_be_late(source, target)
+        kinds = CARRIED_KINDS if is_late else frozenset(StateKind)
         try:
             self._run_on_all("allocation", lambda: self._allocate(target))
-            payloads = self._run_on_all("certificate", lambda: self._fill(duty, target))
+            payloads = self._run_on_all("certificate", lambda: self._fill(duty, target, kinds))
             with watch.part("certificate"):
                 sums = {rank: of for payload in payloads.values() for rank, of in decode_all(payload).items()}
                 certificate = certify(self._settings.certificate, sums, source.mesh, target.mesh)
             self._on_point("certified")
-            self._run_on_all("copies", lambda: self._copy(target, agreement.note))
+            if self._settings.copies is CopyTo.NOWHERE:
+                self._copy(target, agreement.note)
+            else:
+                self._run_on_all("copies", lambda: self._copy(target, agreement.note))
             self._on_point("copied")
         except BaseException:  # an interrupt too must not keep the target's buffers
             target.give_back(source)
             self._carried.give_back()
             raise
-        return PreparedReshard(source, target, agreement, sources.lost, certificate, watch, was_built, self._carried)
+        return PreparedReshard(
+            name, source, target, agreement, duty, sources.lost, certificate, is_late, watch, was_built, self._carried
+        )
+
+    def _can_be_late(self, source: StateLocation, target: StateLocation) -> bool:
+        """All members answer alike. The head of `late_proof` has the reasons."""
+        settings = self._settings
+        asked = settings.proves_late and settings.keeps_last and settings.certificate is not Level.OFF
+        is_shared = all(rank.places for of in (source, target) for rank in of.announcements.values())
+        stays = source.epoch == target.epoch and set(source.mesh.ranks) <= set(target.mesh.ranks)
+        return asked and is_shared and stays
 
     def _portion_sizes(self) -> PortionSizes:
         carried, held = self._carried.portions, self._carried.held
@@ -232,8 +262,9 @@ class Preparation:
         self._on_point("allocated")
         return b""
 
-    def _fill(self, duty: Duty, target: StateLocation) -> bytes:
-        """This member's sums of the regions that it sent and received, and the sums of the ranks that it replaces."""
+    def _fill(self, duty: Duty, target: StateLocation, kinds: AbstractSet[StateKind]) -> bytes:
+        """This member's sums, of these kinds, of the regions that it sent and received, and of the ranks that it
+        replaces."""
         self._on_point("transferring")
         part, tensors = duty.part, {**target.tensors(), **self._carried.target_tensors()}
         with self._watch.part("transfer"):
@@ -242,9 +273,12 @@ class Preparation:
         self._on_point("transferred")
         level = self._settings.certificate
         with self._watch.part("certificate"):
-            sums = {rank: sum_part(level, other, tensors, {}) for rank, (other, tensors) in duty.stand_ins.items()}
+            sums = {
+                rank: sum_part(level, other, tensors, {}, kinds=kinds)
+                for rank, (other, tensors) in duty.stand_ins.items()
+            }
             if part.source_holdings or part.target_holdings:
-                sums[part.rank] = sum_part(level, part, duty.own, tensors)
+                sums[part.rank] = sum_part(level, part, duty.own, tensors, kinds=kinds)
         self._on_point("summed")
         return encode_all(sums)
 

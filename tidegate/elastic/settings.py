@@ -49,6 +49,11 @@ class ElasticSettings:
     copy_every: int = 1
     """The number of updates from one copy to the next."""
     certificate: Level = Level.FULL
+    proves_late: bool = False
+    """Whether a switch is checked beside the first micro-batches in its layout, and not before it (`late_proof`).
+
+    Only where every rank's tensors are in shared memory, the last layout's memory is kept, and no rank leaves.
+    """
     staging_bytes: int = 64 << 20
     """The staging memory of each rank for the tensors that it sends and receives."""
     num_logical_shards: int | None = None

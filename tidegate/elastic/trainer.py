@@ -20,6 +20,7 @@ Invariants:
   [test_carried_portions: is_that_of_an_undisturbed_trainer]
 - The old tensors stay until every member has switched, or until a member is lost on the way.
   [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
+- No update is applied, and nothing is saved, after a switch that is not proved. [test_late_proof: wrong_element]
 - Parameters, optimizer state, progress, learning rate and random numbers continue as if the job had always been in its
   layout. [test_training_after_switch: updates_after_a_switch_are_those]
 """
@@ -27,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from megatron.core.optimizer import OptimizerConfig
@@ -37,10 +38,11 @@ from tidegate.elastic.agreement import PortionsRefused
 from tidegate.elastic.ahead import build_ahead
 from tidegate.elastic.carried_update import CarriedUpdate
 from tidegate.elastic.epoch import coordinator
-from tidegate.elastic.epoch.decision import StoreDecision
+from tidegate.elastic.epoch.decision import Outcome, StoreDecision
 from tidegate.elastic.epoch.joint_step import run_on_all
-from tidegate.elastic.epoch.world import World, peers_needed
+from tidegate.elastic.epoch.world import PeerLost, World, peers_needed
 from tidegate.elastic.epoch_cache import EpochCache
+from tidegate.elastic.late_proof import LateProof
 from tidegate.elastic.minibatch import Minibatch, RankPlace
 from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
@@ -98,6 +100,8 @@ class ElasticTrainer:
         self._num_reshards = 0
         self._open: OpenUpdate | None = None
         self._is_suspended = False
+        self._proof: LateProof | None = None
+        self._certificate = ""
         self._reader = ArenaReader()
         for layout in layouts:
             self._cache.introduce(self.mesh_of(layout, None), beside=None, watch=Stopwatch())
@@ -124,6 +128,11 @@ class ElasticTrainer:
     def is_suspended(self) -> bool:
         """Whether the state is in host memory alone, until the next reshard."""
         return self._is_suspended
+
+    @property
+    def certificate(self) -> str:
+        """The certificate of the last switch, once it is proved. Empty before, and on members outside of the layout."""
+        return self._certificate
 
     @property
     def cursor(self) -> Mapping[str, JsonValue]:
@@ -198,6 +207,8 @@ class ElasticTrainer:
         with self._opened(state, portion) as opened:
             with peers_needed(f"portion {len(opened.portions)} of update {self._progress.num_updates + 1}"):
                 opened.accumulate(portion, self._place(state))
+            # Its micro-batches ran beside the sums. A later proof would keep the old memory for longer.
+            self.prove()
             self._open = opened
 
     def drop_portions(self) -> None:
@@ -257,7 +268,7 @@ class ElasticTrainer:
             encoded(note())
             with peers_needed(f"update {progress.num_updates}"):
                 update = opened.update(
-                    minibatch, self._place(state), learning_rate, applying=lambda: state.stamp.applying(note)
+                    minibatch, self._place(state), learning_rate, applying=lambda: self._applying(state, note)
                 )
         if update.committed:
             self._progress = progress
@@ -265,11 +276,51 @@ class ElasticTrainer:
                 state.copies.take(skeleton.tensors(), note(), self.world)
         return update
 
+    @contextmanager
+    def _applying(self, state: RankState, note: Callable[[], Note]) -> Iterator[None]:
+        self.prove()
+        with state.stamp.applying(note):
+            yield
+
+    def prove(self) -> None:
+        """Wait until the last switch is proved, where its certificate is late. All members call it; again is no harm.
+
+        Whatever applies an update, saves, or moves the state calls it. Raises PeerLost where the switch is not proved:
+        then the state is in the old layout, as it was. `rejoin` the next epoch.
+        """
+        proof = self._proof
+        if proof is None:
+            return
+        outcome = proof.settle()
+        self._end_proof(proof, outcome)
+        if not outcome.committed:
+            raise PeerLost(f"the switch to {proof.prepared.target.mesh.layout} is undone: {outcome.reason}")
+
+    def _withdraw_proof(self) -> None:
+        """As `prove`, but without waiting for anyone: a switch that is not proved yet is undone."""
+        if (proof := self._proof) is not None:
+            self._end_proof(proof, proof.withdraw())
+
+    def _end_proof(self, proof: LateProof, outcome: Outcome) -> None:
+        prepared, self._proof = proof.prepared, None
+        if outcome.committed:
+            self._certificate = proof.digest
+            self._retire(prepared)
+            return
+        self.drop_portions()
+        source, target = prepared.source, prepared.target
+        if source.state is not None and target.state is not None:
+            groups = param_groups.values_of(target.state.skeleton.optimizer)
+            param_groups.assign(source.state.skeleton.optimizer, groups)
+        self._location = source
+        target.release()
+
     def reset_optimizer(self) -> None:
         """Set the moments to 0; weights and progress stay. All ranks of the layout call it.
 
         Raises NotInLayout and PeerLost.
         """
+        self.prove()
         state, mesh = self.state, self.mesh
         assert mesh is not None
         self.drop_portions()
@@ -329,6 +380,7 @@ class ElasticTrainer:
         Raises LayoutRefused where the state is in this mesh already: the same tensors cannot be both source and target.
         Raises PortionsRefused in reproducible mode, and where a rank of the layout holds others.
         """
+        self.prove()
         if self._location is None:
             raise NotStarted("there is no state to reshard: start the trainer, or load a checkpoint, first")
         is_there = (self._location.epoch, self._location.mesh) == (self.world.membership.epoch, mesh)
@@ -344,7 +396,7 @@ class ElasticTrainer:
             self.drop_portions()
         carried = CarriedUpdate(portions, self._open, self._cache, drop=self.drop_portions, on_point=self._on_point)
         preparation = Preparation(self._cache, self._settings, self._reader, self._on_point, carried)
-        return preparation.run(name, self._location, mesh, self._progress)
+        return preparation.run(name, self._location, mesh, self._progress, may_be_late=not self._is_suspended)
 
     def build_ahead(self, mesh: Mesh, *, keeps_memory: bool) -> int:
         """Build what the first switch to this mesh would build. Returns the bytes of memory that this member keeps.
@@ -354,6 +406,7 @@ class ElasticTrainer:
         """
         if self._location is None:
             raise NotStarted("there is no state to switch from: start the trainer, or load a checkpoint, first")
+        self.prove()
         self.drop_portions()
         return build_ahead(self._cache, self._reader, self._location, mesh, keeps_memory=keeps_memory)
 
@@ -367,6 +420,7 @@ class ElasticTrainer:
             self._location, self._progress = prepared.target, note.progress
             ended, self._open = self._open, prepared.carried.resumed(prepared.target, self._settings)
             self._is_suspended = False
+            self._certificate = prepared.report().certificate
             if prepared.target.state is not None:
                 param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
             self._on_point("switched")
@@ -376,7 +430,10 @@ class ElasticTrainer:
                 if prepared.source.epoch != prepared.target.epoch:
                     self._sweep()
             finally:
-                self._retire(prepared)
+                if prepared.is_late:
+                    self._proof = LateProof(prepared, self.world, self._settings, self._on_point)
+                else:
+                    self._retire(prepared)
                 if ended is not None:
                     ended.drop()
             self._on_point("released")
@@ -392,8 +449,12 @@ class ElasticTrainer:
     def prepare_suspension(self) -> None:
         """The first phase of a suspension: have this member's state in host memory. Nothing else changes.
 
-        No member waits for another. Call it between two updates. Raises NotStarted and ArenaFull.
+        Members wait for each other only where a switch is not proved yet. Call it between two updates. Raises
+        NotStarted and ArenaFull.
         """
+        # The epoch may be spent. What it leaves is the state then.
+        with suppress(PeerLost):
+            self.prove()
         if self._location is None:
             raise NotStarted("there is no state to suspend: start the trainer, or load a checkpoint, first")
         if self._location.state is not None and not self._is_suspended:
@@ -432,6 +493,7 @@ class ElasticTrainer:
         The state stays where it is: the next `reshard` moves it into the new epoch. A member without a state learns its
         location from the others.
         """
+        self._withdraw_proof()
         location = self._location
         self.drop_portions()
         self._cache.discard(but=None if location is None else location.state)
@@ -442,6 +504,9 @@ class ElasticTrainer:
 
     def close(self) -> None:
         """Give all memory back. A suspended state's shared files stay: the other members may need them."""
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
         self.drop_portions()
         self._cache.discard(but=None if self._location is None else self._location.state)
         if self._location is not None and not self._is_suspended:

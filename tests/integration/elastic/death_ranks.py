@@ -58,6 +58,8 @@ class Script:
     copy_every: int = 1
     saves_after: int | None = None
     """The number of updates after which the members save."""
+    late: bool = False
+    """Whether switches are proved late."""
     carries: bool = False
     """Whether each minibatch has a first portion, which a reshard before it carries."""
 
@@ -180,6 +182,7 @@ class _Member:
                 timeout_s=TIMEOUT_S,
                 copies=CopyTo(self.script.copies),
                 copy_every=self.script.copy_every,
+                proves_late=self.script.late,
             )
             self.trainer = ElasticTrainer(provider(), adam(), world=world, settings=settings, on_point=self._on_point)
         else:

@@ -112,12 +112,14 @@ def started(
     on_point: OnPoint = ignore_point,
     max_groups: int = MAX_GROUPS,
     keeps_last: bool = True,
+    late: bool = False,
     change: Callable[[GptProvider], GptProvider] = lambda provider: provider,
     store: Store | None = None,
     ends_world: bool = True,
     **model: bool,
 ) -> Iterator[ElasticTrainer]:
     """A trainer over all ranks of the context, in its first layout. `keeps_files`: a suspended state is in files.
+    `late`: switches are proved late.
 
     `store`: one that the caller opened, for further epochs. `ends_world`: whether the first epoch lasts to the end.
     """
@@ -132,6 +134,7 @@ def started(
         timeout_s=TIMEOUT_S,
         num_logical_shards=shards,
         keeps_last=keeps_last,
+        proves_late=late,
     )
     optimizer_config = adam(bf16=model.get("bf16", False))
     used = change(provider(**model))
@@ -220,10 +223,11 @@ def walks(
     bytes.
 
     `is_same`: whether the logical state, by member 0, was the same before and after. From the update `hurried_at` on,
-    parameters with weight decay learn at eight times the rate.
+    parameters with weight decay learn at eight times the rate. `proved`: the certificate of each switch after the next
+    updates, empty where it is late and the member is not in the layout.
     """
     updates: list[tuple[float, float]] = []
-    moved, is_same, seconds, certificates = [], [], [], []
+    moved, is_same, seconds, certificates, proved = [], [], [], [], []
 
     def train(trainer: ElasticTrainer, num_updates: int) -> None:
         for _ in range(num_updates):
@@ -243,6 +247,7 @@ def walks(
             certificates.append(report.certificate)
             seconds.append([report.seconds[part] for part in PARTS])
             train(trainer, place.get("updates", updates_between))
+            proved.append(trainer.certificate)
         progress = trainer.progress
         final = logical_state(trainer)
     figures = {
@@ -250,6 +255,7 @@ def walks(
         "moved": np.array(moved),
         "is_same": np.array(is_same),
         "certificates": np.array(certificates),
+        "proved": np.array(proved),
         "seconds": np.array(seconds),
         "progress": np.array([progress.num_updates, progress.num_samples]),
     }

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tidegate.elastic.check.level import Level
 from tidegate.elastic.check.sums import WeightedSums
@@ -25,6 +26,8 @@ from tidegate.elastic.plan.layout import Mesh
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.plan import Holding, Part, RegionCopy
 from tidegate.elastic.plan.regions import Block
+
+_Entry = TypeVar("_Entry", Holding, RegionCopy)
 
 _KINDS = tuple(StateKind)
 _HEAD = struct.Struct("<3Q4I")
@@ -111,8 +114,12 @@ class Certificate:
     """Tensors, or parts of them, for which no rank had the source's sums."""
 
 
-def sum_part(level: Level, part: Part, sources: Tensors, targets: Tensors) -> RankSums:
-    """The sums after the transfer. For a dead rank, `sources` may be the tensors that it left, with its part."""
+def sum_part(
+    level: Level, part: Part, sources: Tensors, targets: Tensors, *, kinds: AbstractSet[StateKind] = frozenset(_KINDS)
+) -> RankSums:
+    """The sums of these kinds after the transfer. The bytes are counted whole.
+
+    For a dead rank, `sources` may be the tensors that it left, with its part."""
     sums = WeightedSums()
     target_bytes = sum(
         block.num_elements * holding.itemsize for holding in part.target_holdings for block in holding.blocks
@@ -123,12 +130,16 @@ def sum_part(level: Level, part: Part, sources: Tensors, targets: Tensors) -> Ra
         case Level.OFF:
             return RankSums(*counted)
         case Level.NEW:
-            sent = _sums_of_transfers(sums, sources, part.sends, is_sent=True)
-            received = _sums_of_transfers(sums, targets, part.receives, is_sent=False)
+            sent = _sums_of_transfers(sums, sources, _of_kinds(part.sends, kinds), is_sent=True)
+            received = _sums_of_transfers(sums, targets, _of_kinds(part.receives, kinds), is_sent=False)
             return RankSums(*counted, sent=sent, received=received)
         case Level.FULL:
-            source_sums = tuple(_sum_of_holding(sums, sources, holding) for holding in part.source_holdings)
-            target_sums = tuple(_sum_of_holding(sums, targets, holding) for holding in part.target_holdings)
+            source_sums = tuple(
+                _sum_of_holding(sums, sources, holding) for holding in _of_kinds(part.source_holdings, kinds)
+            )
+            target_sums = tuple(
+                _sum_of_holding(sums, targets, holding) for holding in _of_kinds(part.target_holdings, kinds)
+            )
             return RankSums(*counted, source_sums=source_sums, target_sums=target_sums)
 
 
@@ -150,6 +161,10 @@ def certify(level: Level, sums: Mapping[int, RankSums], source: Mesh, target: Me
         local_bytes=sum(of.local_bytes for of in sums.values()),
         unchecked=unchecked,
     )
+
+
+def _of_kinds(entries: Iterable[_Entry], kinds: AbstractSet[StateKind]) -> Iterator[_Entry]:
+    return (entry for entry in entries if entry.kind in kinds)
 
 
 def _sum_of_holding(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
