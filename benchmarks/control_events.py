@@ -1,7 +1,11 @@
 """From a structural event to its command, through the real scheduler process, NATS, Redis and gRPC.
 
-Each case is a job of its own. Its leads answer at once (`control_leads`), so the job is never more than one event
-ahead. First come iterations, then resizes of the actor. In the case `busy` progress comes too (`control_progress`).
+Each case is a job of its own, whose leads (`control_leads`) are never more than one event ahead. First come iterations,
+then resizes of the actor. In the case `busy` progress comes too (`control_progress`).
+
+In `alone` and `busy` the leads take WORKS_S for each answer, far less than any component's work takes in a job. In
+`back to back` they answer at once: then the leads, the servers and the scheduler share this machine's cores without a
+pause, and the case tells how many commands a second there are.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import Role
 
 PROGRESS_PER_S = 1000.0
+WORKS_S = 0.05
 _WARM_UP = 3
 """Iterations before the first that counts: the scheduler's first call of each lead connects to it."""
 _TIMEOUT_S = 300.0
@@ -53,14 +58,14 @@ def config_of(folder: Path, servers: ServersSection) -> JobConfig:
     )
 
 
-async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: float) -> dict[str, Any]:
+async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: float, works_s: float) -> dict[str, Any]:
     """The case's times of commands. TimeoutError where the job stands still."""
     async with AsyncExitStack() as closing, asyncio.timeout(_TIMEOUT_S):
         servers = await closing.enter_async_context(EmbeddedServers(folder / "servers"))
         section = ServersSection(nats_url=servers.nats.url, redis_url=servers.store.url)
         config = config_of(folder, section)
         scheduler = await closing.enter_async_context(scheduler_process(config))
-        own = await closing.enter_async_context(leads(config))
+        own = await closing.enter_async_context(leads(config, works_s=works_s))
         published = closing.enter_context(progress(config, per_s=progress_per_s)) if progress_per_s else None
         await own.until(lambda: own.num_closed >= _WARM_UP and (published is None or published.value > 0))
         return await _timed(name, own, sizes, psutil.Process(scheduler.pid), published)
@@ -84,6 +89,7 @@ async def _timed(
         "case": name,
         **_spread(own.timed),
         "progress_per_s": ((published.value if published else 0) - num_progress) / wall_s,
+        "commands_per_s": len(own.timed) / wall_s,
         "cpu_ms_per_command": 1000 * used_s / len(own.timed),
         "cpu_share": used_s / wall_s,
         "commands": {command: _spread([each for each in own.timed if each.command == command]) for command in _KINDS},

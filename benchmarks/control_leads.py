@@ -1,8 +1,8 @@
 """The leads of a job in one process, which answer the scheduler over real NATS, Redis and gRPC, and time its commands.
 
-They do no work: each command is answered at once by the event of its effect. A component reports an iteration as soon
-as all components have opened it, and the actor publishes the next version as soon as all have closed it. So each of
-these events is the last one that a command waits for:
+They do no work: each command is answered by the event of its effect, at once or after a time. A component reports an
+iteration as soon as all components have opened it, and the actor publishes the next version as soon as all have closed
+it. So each of these events is the last one that a command waits for:
 
     event (the last of its kind)   command
     WeightsPublished               LoadWeights
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -88,6 +89,8 @@ class Leads:
     bus: NatsBus
     store: Store
     timed: list[Timed] = field(default_factory=list)
+    works_s: float = 0.0
+    """The mean time from a command to its answer. Each is drawn from half of it to one and a half."""
     num_closed: int = 0
     holds: bool = False
     """Whether the open iteration stays open: nothing is reported."""
@@ -101,6 +104,7 @@ class Leads:
     _plan: types_pb2.IterationPlan | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
     failure: BaseException | None = None
 
     @property
@@ -245,6 +249,8 @@ class Leads:
 
     async def _answered(self, answer: Coroutine[Any, Any, None]) -> None:
         try:
+            if self.works_s:
+                await asyncio.sleep(self.works_s * self._random.uniform(0.5, 1.5))
             await answer
         except Exception as error:  # noqa: BLE001 - whoever waits in `until` raises it
             self.failure = error
@@ -253,11 +259,11 @@ class Leads:
 
 
 @asynccontextmanager
-async def leads(config: JobConfig) -> AsyncIterator[Leads]:
+async def leads(config: JobConfig, *, works_s: float) -> AsyncIterator[Leads]:
     """Leads that serve and have submitted the job, once a scheduler has adopted the store."""
     bus = await connect_bus(config, name="leads")
     store = await attach_when_adopted(redis_store(config.servers.redis_url))
-    made = Leads(config, bus, store)
+    made = Leads(config, bus, store, works_s=works_s)
     commands = commands_pb2.DESCRIPTOR.services_by_name["Component"]
     servers = {}
     for role in Role:

@@ -43,21 +43,21 @@ def measure_case(
     target: dict[str, int],
     num_layers: int,
     width: str,
-    num_runs: int,
-    sides: list[str],
+    num_runs: dict[str, int],
     folder: str,
 ) -> Results:
-    """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, and `SIDE/PART` in seconds, with one element a
-    run."""
+    """`SIDE/began` and `SIDE/ended` on the host's monotonic clock, and `SIDE/PART` in seconds, with one element a run.
+
+    `num_runs`: by side."""
     crew = Crew.of(context, Path(folder))
     state = LogicalState(model(num_layers, width=Width(width)))
     meshes = [
         state.provider.mesh(layout, tuple(range(layout.num_ranks))) for layout in (Layout(**source), Layout(**target))
     ]
     found: Results = {}
-    for name in sides:
+    for name, num in num_runs.items():
         side = SIDES[name](crew, state)
-        found |= {f"{name}/{key}": np.array(values) for key, values in times_of(crew, side, meshes, num_runs).items()}
+        found |= {f"{name}/{key}": np.array(values) for key, values in times_of(crew, side, meshes, num).items()}
         del side
         gc.collect()
     crew.part()

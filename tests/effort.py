@@ -1,10 +1,15 @@
-"""How much a property tries: a third of its full number of cases, and all of them with `--full` (`make test-long`)."""
+"""How much `make test` tries: a fifth of a property's examples, some cases of a test. `make test-long` tries all."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
 IS_FULL = False
 """Set before any test module is read."""
-_SHARE = 3
+_SHARE = 5
 
 
 def examples(full: int) -> int:
@@ -15,3 +20,13 @@ def examples(full: int) -> int:
 def distance(full: int) -> int:
     """From one tried step to the next in this run."""
     return full if IS_FULL else full * _SHARE
+
+
+def cases(values: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
+    """The values of a parameter, or tuples of them. Those that are not `always` tried are marked as long."""
+    return [value if value in always else _long(value) for value in values]
+
+
+def _long(value: Any) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.long)

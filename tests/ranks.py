@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tidegate.runtime.large_copies import with_large_copies
+
 Results = dict[str, npt.NDArray[Any]]
 
 
@@ -59,7 +61,7 @@ class RankServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | with_large_copies(os.environ),
         )
 
     def run(

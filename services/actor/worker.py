@@ -323,13 +323,11 @@ class TrainerWorker:
         request, elastic = call.build_ahead, self._member().elastic
         if self._open is not None:
             raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it first")
+        with self._peers("the proof of the last switch"):
+            elastic.prove()
         try:
             mesh = elastic.mesh_of(decode_layout(request.layout), tuple(request.ranks))
-            with self._peers(f"the switch before {mesh.layout} ahead"):
-                elastic.prove()
             kept_bytes = elastic.build_ahead(mesh, keeps_memory=request.keeps_memory)
-        except CallRefused:
-            raise
         except PeerLost as error:
             raise CallRefused(f"{mesh.layout} ahead: {error}") from error
         except Exception as error:  # noqa: BLE001 - the edge: it failed on all members and left nothing

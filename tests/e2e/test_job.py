@@ -75,6 +75,7 @@ async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
     assert _repeatable(again) == _repeatable(undisturbed["result"])
 
 
+@pytest.mark.long
 async def test_responses_are_scored_ahead_of_their_groups_and_each_is_trained_once(tmp_path: Path) -> None:
     raw = small_job("ahead", actor__num_logical_shards=None, scheduler__decide_every_s=0.05, algorithm__iterations=2)
     async with running(raw, tmp_path) as job:

@@ -15,7 +15,7 @@ from tests.e2e.jobs import RunningJob, generating, running, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.e2e.moving import GROUP_SIZE, PROMPTS, moved, moving_job
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 ITERATIONS = 6
 JOB = moving_job("static", algorithm__iterations=ITERATIONS)
 """The actor is on n0/0, engines are on n0/1 and n1/0, the inference is on n1/1."""

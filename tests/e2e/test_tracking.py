@@ -33,6 +33,7 @@ def reported(iteration: int) -> Condition:
     )
 
 
+@pytest.mark.long
 async def test_a_tracker_that_stands_still_holds_up_no_job_and_then_writes_all_rows(tmp_path: Path) -> None:
     async with running(tracked_job(), tmp_path) as job:
         await job.until(joined())

@@ -79,6 +79,7 @@ def requirements_of(package: str) -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_tests_marked_gpu_and_their_ranks_import_nothing_beyond_torch_and_the_wheels() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "gpu").glob("*.py"))
     ranks = {"tests.ranks", *re.findall(r'"(tests(?:\.\w+)+):', sources)}

@@ -64,28 +64,25 @@ class LateProof:
             else:
                 self._decision.vote()
         outcome = self._decision.outcome()
-        self._end()
+        self.close()
         self._on_point("proved")
         return outcome
 
     def withdraw(self) -> Outcome:
         """Decide without waiting for anyone: the old layout, unless it is decided."""
         self._decision.vote("it left the epoch before the proof")
-        self._end()
+        self.close()
         return self._decision.outcome()
 
     def close(self) -> None:
-        """Read the tensors no more."""
-        self._end()
+        """Wait until this member's sums have read the tensors."""
+        self._thread.join()
 
     def _compare(self) -> None:
         source, target = self.prepared.source.mesh, self.prepared.target.mesh
         gathered = self._world.gather(target.ranks, self._sums.result())
         sums = {rank: of for payload in gathered.values() for rank, of in decode_all(payload).items()}
         self.digest = certify(self._level, sums, source, target).digest
-
-    def _end(self) -> None:
-        self._thread.join()
 
     def _sum(self) -> None:
         duty, kinds = self.prepared.duty, frozenset(StateKind) - CARRIED_KINDS

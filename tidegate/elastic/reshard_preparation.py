@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -98,7 +98,7 @@ class PreparedReshard:
     lost: tuple[int, ...]
     certificate: Certificate
     is_late: bool
-    """Whether the state is summed and compared after the switch."""
+    """Whether the state is summed and compared after the switch. Then the certificate has no digest."""
     watch: Stopwatch
     was_built: bool
     """Whether the target's groups and tensors were there before."""
@@ -116,7 +116,7 @@ class PreparedReshard:
             moved_bytes=certificate.moved_bytes,
             minimum_bytes=certificate.minimum_bytes,
             local_bytes=certificate.local_bytes,
-            certificate="" if self.is_late else certificate.digest,
+            certificate=certificate.digest,
             seconds=dict(self.watch.seconds),
             lost=self.lost,
             restored=_restored(self.agreement.origins),
@@ -190,11 +190,12 @@ class Preparation:
         is_late = may_be_late and self._can_be_late(source, target)
         kinds = CARRIED_KINDS if is_late else frozenset(StateKind)
         try:
-            self._run_on_all("allocation", lambda: self._allocate(target))
-            payloads = self._run_on_all("certificate", lambda: self._fill(duty, target, kinds))
+            payloads = self._filled(duty, target, kinds)
             with watch.part("certificate"):
                 sums = {rank: of for payload in payloads.values() for rank, of in decode_all(payload).items()}
                 certificate = certify(self._settings.certificate, sums, source.mesh, target.mesh)
+                if is_late:
+                    certificate = replace(certificate, digest="")
             self._on_point("certified")
             if self._settings.copies is CopyTo.NOWHERE:
                 self._copy(target, agreement.note)
@@ -253,6 +254,14 @@ class Preparation:
             if not self._carried.portions:
                 state.skeleton.release_gradients()
             state.renote(progress)
+
+    def _filled(self, duty: Duty, target: StateLocation, kinds: AbstractSet[StateKind]) -> dict[int, bytes]:
+        """All members' sums, once they have filled the new layout."""
+        if isinstance(duty.transport, SharedMemory):
+            return self._run_on_all("certificate", lambda: self._allocate(target) + self._fill(duty, target, kinds))
+        # Members that send would wait for one that has no memory to receive.
+        self._run_on_all("allocation", lambda: self._allocate(target))
+        return self._run_on_all("certificate", lambda: self._fill(duty, target, kinds))
 
     def _allocate(self, target: StateLocation) -> bytes:
         with self._watch.part("allocation"):

@@ -420,7 +420,7 @@ class ElasticTrainer:
             self._location, self._progress = prepared.target, note.progress
             ended, self._open = self._open, prepared.carried.resumed(prepared.target, self._settings)
             self._is_suspended = False
-            self._certificate = prepared.report().certificate
+            self._certificate = prepared.certificate.digest
             if prepared.target.state is not None:
                 param_groups.assign(prepared.target.state.skeleton.optimizer, note.groups)
             self._on_point("switched")

@@ -30,6 +30,7 @@ import structlog
 import tidegate
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
+from tidegate.runtime.large_copies import with_large_copies
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.types import NodeId, Role, instance_id
 
@@ -116,7 +117,8 @@ class JobServices:
             command=(sys.executable, "-m", *command),
             log_path=self.log_of(name),
             # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
-            env={"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)},
+            env={"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+            | with_large_copies(os.environ),
             max_restarts=_MAX_RESTARTS,
         )
 

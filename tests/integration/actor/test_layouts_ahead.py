@@ -49,5 +49,6 @@ async def test_a_foreseen_switch_uses_what_was_built_ahead(tmp_path: Path, want:
     assert await _grown(tmp_path) == (True, want)
 
 
+@pytest.mark.long
 async def test_a_worker_that_was_killed_ends_what_was_built_with_it(tmp_path: Path, want: str) -> None:
     assert await _grown(tmp_path, killed=THIRD) == (False, want)

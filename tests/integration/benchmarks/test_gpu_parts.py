@@ -24,6 +24,7 @@ def test_the_doctor_measures_copies_and_says_what_is_missing(report: PartReport)
     assert PartReport.read(report.path).figures == report.figures
 
 
+@pytest.mark.long
 def test_the_weights_come_back_from_a_snapshot_with_their_times(report: PartReport) -> None:
     snapshot.measure("cpu", report)
     assert report.figures["size_bytes"] > 1 << 20

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests import effort
 from tests.integration.elastic.trainer_ranks import updates_of
 from tests.ranks import RankServer, Results
 
@@ -31,6 +32,7 @@ WALKS: dict[str, list[dict[str, Any]]] = {
     "tp2 to pp2 with newcomers and leavers": [at(2, [0, 1], tp=2), at(1, [3, 1], pp=2)],
     "two reshards with portions between": [at(1, dp=2), at(1, pp=2), at(1, [1, 2], tp=2)],
 }
+ALWAYS = ("dp4 to tp2 dp2", "two reshards with portions between")
 LONG_WALKS: dict[str, list[dict[str, Any]]] = {
     "dp2 to dp1": [at(3, dp=2), at(0, [1])],
     "tp2 to pp2 on other ranks": [at(3, [0, 1], tp=2), at(0, [3, 2], pp=2)],
@@ -71,7 +73,7 @@ def assert_same_update(got: list[Results], want: list[Results], *, rtol: float) 
 
 @pytest.mark.parametrize(
     "places",
-    [*WALKS.values(), *(pytest.param(places, marks=pytest.mark.long) for places in LONG_WALKS.values())],
+    effort.cases([*WALKS.values(), *LONG_WALKS.values()], always=[WALKS[name] for name in ALWAYS]),
     ids=[*WALKS, *LONG_WALKS],
 )
 def test_an_update_of_carried_portions_is_that_of_an_undisturbed_trainer(

@@ -69,6 +69,7 @@ def test_a_dense_tied_model_goes_from_every_layout_to_every_other(ranks: RankSer
     check(found, want, num_switches=12, tolerance=TOLERANCE["fp32"])
 
 
+@pytest.mark.long
 def test_a_model_in_bf16_goes_from_every_layout_to_every_other_where_no_memory_is_shared(ranks: RankServer) -> None:
     found, want = walk(ranks, DENSE[1:], 4, bf16=True, shared=False)
 

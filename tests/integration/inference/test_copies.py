@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import effort
 from tests.integration.inference.real_copies import PROMPTS, Bits, RealCopies, config_json, forks, real_copies
 from tests.ranks import RankServer
 from tidegate.timeline import Window, fill, read_releases, read_spans, state_lengths
@@ -40,7 +41,7 @@ async def scored_by(tmp_path: Path, layout: dict[str, int], weights: Path, serve
         return await of.scored()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[2]))
 async def test_two_copies_give_the_bits_of_one(tmp_path: Path, weights: Path, server: Server, tp: int) -> None:
     want = await scored_by(tmp_path / "one", {"tp": tp}, weights, server)
     assert await scored_by(tmp_path / "two", {"tp": tp, "dp": 2}, weights, server) == want
@@ -83,7 +84,7 @@ def stands_by(of: RealCopies, grants: list[Grant]) -> bool:
     return {Grant(grant.gpu, NO_TOKEN) for grant in grants} <= set(of.workers.running())
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[2]))
 async def test_a_copy_that_stood_by_gives_the_same_bits_as_the_same_processes(
     tmp_path: Path, weights: Path, server: Server, tp: int
 ) -> None:

@@ -103,6 +103,7 @@ def test_warnings_of_the_config_are_shown_at_the_start_and_logged(launch: Launch
     assert "the update is biased" in (launched.job_folder().attempt().logs / "launcher.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream_is_larger(
     launch: Launch, tmp_path: Path
 ) -> None:

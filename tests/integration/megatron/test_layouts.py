@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import effort
 from tests.integration.megatron import reference, small_job
 from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer, Results
@@ -22,6 +23,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
 }
 """These are compared with a single rank, the sixth layout."""
+BUSIEST = LAYOUTS["tp2 pp2 dp2"]
 EXPERT_LAYOUTS: dict[str, dict[str, int]] = {
     "pp2 vpp2": {"pp": 2, "vpp": 2},
     "ep2 dp2": {"ep": 2, "dp": 2},
@@ -37,7 +39,7 @@ def single(ranks: RankServer) -> Results:
     return ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": NUM_UPDATES, "tied": True})[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", effort.cases(LAYOUTS.values(), always=[{"cp": 2}, BUSIEST]), ids=LAYOUTS)
 def test_twenty_updates_follow_the_curve_of_one_rank(
     ranks: RankServer, single: Results, layout: dict[str, int]
 ) -> None:
@@ -58,7 +60,11 @@ def single_with_experts(ranks: RankServer) -> Results:
     return ranks.run(f"{JOBS}:updates", 1, {"layout": {}, "num_updates": 2, "experts": True})[0]
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    effort.cases(EXPERT_LAYOUTS.values(), always=[{"ep": 2, "dp": 2}, EXPERT_LAYOUTS["pp2 vpp2 ep2 cp2"]]),
+    ids=EXPERT_LAYOUTS,
+)
 def test_updates_of_experts_and_virtual_stages_are_those_of_one_rank(
     ranks: RankServer, single_with_experts: Results, layout: dict[str, int]
 ) -> None:
@@ -87,7 +93,11 @@ def test_another_seed_starts_from_other_weights(ranks: RankServer) -> None:
     assert not np.array_equal(first[name], second[name])
 
 
-@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["one rank", *LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    effort.cases([{}, *LAYOUTS.values()], always=[{"cp": 2}, BUSIEST]),
+    ids=["one rank", *LAYOUTS],
+)
 def test_actor_and_inference_compute_the_same_bits_and_the_reference_the_same_numbers(
     ranks: RankServer, layout: dict[str, int]
 ) -> None:

@@ -20,6 +20,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration
 from simulator.scenario import load_scenario, parse_scenario
+from tests import effort
 
 SMALL = parse_scenario(
     {
@@ -51,7 +52,7 @@ def test_the_search_finds_a_schedule_within_half_a_percent_of_the_best_on_a_smal
     assert found.seconds <= want * 1.005
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", effort.cases([0, 2], always=[2]))
 def test_the_found_schedule_is_between_the_bound_and_the_schedules_of_policies(seed: int) -> None:
     """A schedule has no moves between two minibatches, such as those of `dynarl`. The search draws orders of sequences,
     so it may miss the order of `tide`, and what it gains."""
@@ -64,6 +65,7 @@ def test_the_found_schedule_is_between_the_bound_and_the_schedules_of_policies(s
     assert found.seconds <= 1.005 * min(run_schedule(simulated, as_schedule(run, simulated)).now_s for run in runs)
 
 
+@pytest.mark.long
 def test_the_same_seed_and_evaluations_give_the_same_schedule() -> None:
     assert clairvoyant_schedule(SMALL, seed=3, evaluations=13) == clairvoyant_schedule(SMALL, seed=3, evaluations=13)
 
@@ -74,6 +76,7 @@ def test_more_evaluations_find_a_shorter_schedule() -> None:
     assert more < few
 
 
+@pytest.mark.long
 def test_a_policys_run_takes_about_as_long_when_it_is_repeated_as_a_schedule() -> None:
     run = simulate(PUBLISHED, TidePolicy(), seed=17, directly=True)
     simulated = SimulatedIteration(PUBLISHED, 17)

@@ -22,6 +22,7 @@ from services.rollout.engine import (
     Response,
     SamplingParams,
 )
+from tests import effort
 from tests.unit.rollout.tiny_models import TINY, engine_of, finish, random_weights, request_of, run
 from tidegate.model_config import Llama3Scaling, ModelConfig
 
@@ -61,7 +62,7 @@ def alone(config: ModelConfig, request: GenerationRequest) -> Generation:
     return run(engine_of(config, max_running_requests=1), request)[request.id]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", effort.cases(SHAPES, always=["head_dim 16, two KV groups"]))
 def test_a_sequence_is_the_same_alone_and_in_batches_of_any_size_and_order(shape: str) -> None:
     config, requests = SHAPES[shape], mixed_requests()
     want = {request.id: alone(config, request) for request in requests}
@@ -70,7 +71,7 @@ def test_a_sequence_is_the_same_alone_and_in_batches_of_any_size_and_order(shape
     assert run(engine_of(config, max_running_requests=4), *reversed(requests)) == want
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", effort.cases(SHAPES, always=["odd widths"]))
 def test_prefill_and_decode_of_any_split_give_the_same_logits_and_cache(shape: str) -> None:
     config = SHAPES[shape]
     decoder = Decoder(config, probe_row_counts(config))
@@ -139,7 +140,7 @@ def test_a_sequence_that_moves_after_every_token_is_the_one_that_never_moved() -
     assert run(engines[1], replace(request, partial=partial))["a"] == alone(TINY, request)
 
 
-@pytest.mark.parametrize("num_steps", [20, 58, 59])
+@pytest.mark.parametrize("num_steps", effort.cases([20, 58, 59], always=[59]))
 def test_a_sequence_aborted_and_continued_on_another_engine_is_the_one_that_was_never_interrupted(
     num_steps: int,
 ) -> None:
@@ -198,6 +199,7 @@ MOVES = st.lists(
 )
 
 
+@pytest.mark.long
 def test_no_history_of_pauses_and_aborts_leaves_a_trace_in_any_response() -> None:
     want = {request.id: alone(TINY, request) for request in mixed_requests()[:6]}
 

@@ -28,6 +28,7 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration
 from simulator.scenario import Scenario, load_scenario
+from tests import effort
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
 SYNC_S = PUBLISHED.costs.sync.sync_s
@@ -64,7 +65,7 @@ def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> No
     assert found_s == pytest.approx(want_s, rel=0.05)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", effort.cases(PLANS, always=["later"]))
 def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_late_and_by_little(name: str) -> None:
     """It also gets the GPUs of an ended rollout while it waits for its last minibatch, so its forecast is late."""
     found_s, want_s = ends_s(of(streams=False), name)

@@ -27,6 +27,7 @@ from simulator.happenings import Happening, What
 from simulator.run import Run
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from simulator.scheduled import JobFailed
+from tests import effort
 from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole, numbers_of
 from tidegate.types import GpuId, Layout, Role
@@ -126,12 +127,12 @@ def test_a_last_minibatch_that_waits_begins_after_the_rollout() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "tide that waits"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", effort.cases([0, 1, 2], always=[1]))
 def test_the_history_is_the_same_through_the_scheduler_and_directly(name: str, seed: int) -> None:
     check_both_ways(small(), POLICIES[name], seed)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4])
+@pytest.mark.parametrize("seed", effort.cases([0, 2, 4], always=[2]))
 def test_a_wait_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
     """With these seeds no component's work ends while it still gets GPUs. Otherwise the runs would differ: the
     scheduler lets one transition of a component end before it opens another."""
@@ -181,7 +182,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("directly", effort.cases([False, True], always=[False]))
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_loses_no_sample_and_trains_none_twice(
@@ -191,9 +192,9 @@ def test_a_fault_loses_no_sample_and_trains_none_twice(
     check_whole(simulate(scenario, POLICIES[name], seed=3, directly=directly), scenario)
 
 
-@pytest.mark.parametrize("directly", [False, True])
+@pytest.mark.parametrize("directly", effort.cases([False, True], always=[False]))
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize(("gpu", "at_s"), [(0, 5), (0, 14), (2, 5), (6, 14)])
+@pytest.mark.parametrize(("gpu", "at_s"), effort.cases([(0, 5), (0, 14), (2, 5), (6, 14)], always=[(0, 14), (2, 5)]))
 def test_an_iteration_continues_without_a_gpu_that_never_comes_back(
     name: str, gpu: int, at_s: float, directly: bool
 ) -> None:
@@ -229,7 +230,9 @@ def without_node(node: str, at_s: float, **back: float) -> Scenario:
 
 
 @pytest.mark.parametrize("name", PLACING)
-@pytest.mark.parametrize(("node", "at_s"), [("n1", 2), ("n1", 14), ("n2", 5), ("n2", 14)])
+@pytest.mark.parametrize(
+    ("node", "at_s"), effort.cases([("n1", 2), ("n1", 14), ("n2", 5), ("n2", 14)], always=[("n1", 14)])
+)
 def test_an_iteration_continues_without_a_node_that_is_lost_for_good(name: str, node: str, at_s: float) -> None:
     scenario = without_node(node, at_s)
     run = simulate(scenario, POLICIES[name], seed=3)
@@ -242,7 +245,7 @@ def test_an_iteration_continues_without_a_node_that_is_lost_for_good(name: str, 
 
 
 @pytest.mark.parametrize("name", PLACING)
-@pytest.mark.parametrize("back_after_s", [0, 3, 75])
+@pytest.mark.parametrize("back_after_s", effort.cases([0, 3, 75], always=[3]))
 def test_a_node_that_comes_back_loses_no_sample_and_trains_none_twice(name: str, back_after_s: float) -> None:
     scenario = without_node("n2", 14, back_after_s=back_after_s)
     run = simulate(scenario, POLICIES[name], seed=3)
