@@ -1,6 +1,7 @@
 """A worker's calls of a suspension: it keeps the state in host memory, gives its device back, and measures both.
 
-No call waits for a peer, so that members of a spent epoch can be suspended too.
+No call waits for a peer, so that members of a spent epoch can be suspended too. Only the proof of a switch just made
+needs the other ranks; without them it stays open.
 
 Invariant: a repeated call has the result of the first. [test_worker: gives_its_memory_back_and_trains_on]
 """

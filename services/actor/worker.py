@@ -319,7 +319,7 @@ class TrainerWorker:
         return found
 
     def _build_ahead(self, call: wire.WorkerCall) -> Answer:
-        """A lost peer costs this layout and nothing else: the ranks of the present one go on."""
+        """While building, a lost peer costs this layout and nothing else: the ranks of the present one go on."""
         request, elastic = call.build_ahead, self._member().elastic
         if self._open is not None:
             raise CallRefused(f"reshard {self._open.id} is not decided yet: commit or abort it first")

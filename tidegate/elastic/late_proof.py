@@ -2,33 +2,33 @@
 
 Order:
 1. Each rank of the new layout sums both ends in a thread, while it trains.
-2. Before anything else reads or changes the state, the ranks compare their sums and vote. The decision is in the
-   epoch's store.
-3. After the decision the old tensors are given back; or the state is in the old layout again, as it was.
+2. Before anything else reads or changes the state, the ranks exchange their sums. Each compares them: the switch holds,
+   or it does not.
+3. They exchange that they have compared. Only then does any of them give its old tensors back.
+
+So where a rank has given its old tensors back, every other one, living or dead, knew before that the switch holds. A
+member that loses a peer before step 3 learns in the next epoch whether any member knows it. If none does, all have
+their old tensors, and the state is in the old layout again.
 
 It needs no memory beyond what a member keeps of its last layout anyway. No rank may leave with the switch: its tensors
 would be kept from those who get its GPU. What a switch carries of an open minibatch is compared before the switch,
 since the next portion changes it.
 
 Invariants:
-- All members of the epoch, dead ones too, have one outcome. [test_late_proof: a_death_before_the_proof]
-- Nothing but uncommitted gradients is written before the decision. [test_late_proof: wrong_element]
+- All members of the next epoch have the state in one layout. [test_late_proof: a_death_before_the_proof]
+- Nothing but uncommitted gradients is written before step 3. [test_late_proof: wrong_element]
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
-from tidegate.elastic.check.certificate import certify, decode_all, encode_all, sum_part
-from tidegate.elastic.epoch.decision import Outcome, StoreDecision
-from tidegate.elastic.epoch.world import World
+from tidegate.elastic.check.certificate import CertificateMismatch, certify, decode_all, encode_all, sum_part
+from tidegate.elastic.epoch.world import PeerLost, World
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.reshard_preparation import CARRIED_KINDS, OnPoint, PreparedReshard
 from tidegate.elastic.settings import ElasticSettings
-
-PROOF_POINTS = ("proving", "proved")
-"""The points of a proof in their order, for `OnPoint`."""
+from tidegate.elastic.state.location import StateLocation
 
 
 class LateProof:
@@ -36,59 +36,57 @@ class LateProof:
 
     def __init__(self, prepared: PreparedReshard, world: World, settings: ElasticSettings, on_point: OnPoint) -> None:
         self.prepared = prepared
+        self.holds = False
+        """Whether this member has compared all ranks' sums and found them equal."""
         self.digest = ""
-        """A digest of the logical state, once the proof holds. Empty on a member outside of the new layout."""
+        """A digest of the logical state, once the switch holds."""
         self._world = world
         self._level = settings.certificate
         self._on_point = on_point
-        self._decision = StoreDecision(
-            world.store,
-            f"{prepared.name}/proof",
-            me=world.me,
-            participants=prepared.target.mesh.ranks,
-            timeout_s=settings.timeout_s,
-        )
-        self._sums: Future[bytes] = Future()
-        self._thread = Thread(target=self._sum, name="late proof", daemon=True)
-        self._thread.start()
+        self._executor = ThreadPoolExecutor(1, "proof")
+        self._sums = self._executor.submit(self._sum)
 
-    def settle(self) -> Outcome:
-        """Compare with the other ranks of the new layout, and decide. All members call it; those outside of the layout
-        wait for the ranks."""
-        if self._world.me in self.prepared.target.mesh.ranks:
-            self._on_point("proving")
-            try:
-                self._compare()
-            except Exception as error:  # noqa: BLE001 - the vote tells the others, and the outcome tells this member
-                self._decision.vote(f"{type(error).__name__}: {error}")
-            else:
-                self._decision.vote()
-        outcome = self._decision.outcome()
-        self.close()
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether this member is a rank of the new layout. Others have nothing to compare."""
+        return self._world.me in self.prepared.target.mesh.ranks
+
+    def settle(self) -> None:
+        """Steps 2 and 3, for the ranks of the new layout. Raises PeerLost where the switch does not hold, too."""
+        source, target = self.prepared.source.mesh, self.prepared.target.mesh
+        self._on_point("proving")
+        gathered = self._world.gather(target.ranks, self._sums.result())
+        sums = {rank: of for payload in gathered.values() for rank, of in decode_all(payload).items()}
+        try:
+            self.digest = certify(self._level, sums, source, target).digest
+        except CertificateMismatch as error:
+            # All ranks find the same. As after a death they go on from the old layout, in the next epoch.
+            raise PeerLost(f"the switch to {target.layout} is undone: CertificateMismatch: {error}") from error
+        self.holds = True
+        self._on_point("compared")
+        self._world.barrier(target.ranks)
         self._on_point("proved")
-        return outcome
-
-    def withdraw(self) -> Outcome:
-        """Decide without waiting for anyone: the old layout, unless it is decided."""
-        self._decision.vote("it left the epoch before the proof")
-        self.close()
-        return self._decision.outcome()
 
     def close(self) -> None:
         """Wait until this member's sums have read the tensors."""
-        self._thread.join()
+        self._executor.shutdown()
 
-    def _compare(self) -> None:
-        source, target = self.prepared.source.mesh, self.prepared.target.mesh
-        gathered = self._world.gather(target.ranks, self._sums.result())
-        sums = {rank: of for payload in gathered.values() for rank, of in decode_all(payload).items()}
-        self.digest = certify(self._level, sums, source, target).digest
-
-    def _sum(self) -> None:
+    def _sum(self) -> bytes:
         duty, kinds = self.prepared.duty, frozenset(StateKind) - CARRIED_KINDS
-        try:
-            tensors = self.prepared.target.tensors()
-            found = sum_part(self._level, duty.part, duty.own, tensors, kinds=kinds)
-            self._sums.set_result(encode_all({duty.part.rank: found}))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is used
-            self._sums.set_exception(error)
+        sums = sum_part(self._level, duty.part, duty.own, self.prepared.target.tensors(), kinds=kinds)
+        return encode_all({duty.part.rank: sums})
+
+
+def is_known_to_hold(world: World, location: StateLocation | None, proof: LateProof | None) -> bool:
+    """Whether any member of a new epoch knows that the switch of `proof` holds. All members call it, also without one.
+
+    `location`: where this member has the state, the new layout while a proof is open. Raises PeerLost.
+    """
+    is_known = location is not None and (proof is None or proof.holds)
+    mine = _name(location).encode() if location is not None and is_known else b""
+    known = world.gather(world.membership.members, mine).values()
+    return proof is not None and _name(proof.prepared.target).encode() in known
+
+
+def _name(location: StateLocation) -> str:
+    return f"{location.mesh!r} of epoch {location.epoch}"

@@ -214,6 +214,8 @@ class Preparation:
         """All members answer alike. The head of `late_proof` has the reasons."""
         settings = self._settings
         asked = settings.proves_late and settings.keeps_last and settings.certificate is not Level.OFF
+        # Copies of both layouts beside gradients would be memory that nothing else takes.
+        asked = asked and settings.copies is CopyTo.NOWHERE
         is_shared = all(rank.places for of in (source, target) for rank in of.announcements.values())
         stays = source.epoch == target.epoch and set(source.mesh.ranks) <= set(target.mesh.ranks)
         return asked and is_shared and stays

@@ -20,7 +20,8 @@ Invariants:
   [test_carried_portions: is_that_of_an_undisturbed_trainer]
 - The old tensors stay until every member has switched, or until a member is lost on the way.
   [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
-- No update is applied, and nothing is saved, after a switch that is not proved. [test_late_proof: wrong_element]
+- No update is applied after a switch that is not proved, and nothing is saved. [test_late_proof: wrong_element]
+  [test_late_proof: uses_the_state]
 - Parameters, optimizer state, progress, learning rate and random numbers continue as if the job had always been in its
   layout. [test_training_after_switch: updates_after_a_switch_are_those]
 """
@@ -38,11 +39,11 @@ from tidegate.elastic.agreement import PortionsRefused
 from tidegate.elastic.ahead import build_ahead
 from tidegate.elastic.carried_update import CarriedUpdate
 from tidegate.elastic.epoch import coordinator
-from tidegate.elastic.epoch.decision import Outcome, StoreDecision
+from tidegate.elastic.epoch.decision import StoreDecision
 from tidegate.elastic.epoch.joint_step import run_on_all
 from tidegate.elastic.epoch.world import PeerLost, World, peers_needed
 from tidegate.elastic.epoch_cache import EpochCache
-from tidegate.elastic.late_proof import LateProof
+from tidegate.elastic.late_proof import LateProof, is_known_to_hold
 from tidegate.elastic.minibatch import Minibatch, RankPlace
 from tidegate.elastic.model import param_groups
 from tidegate.elastic.model.memory import ArenaReader
@@ -95,6 +96,7 @@ class ElasticTrainer:
         self._settings = settings or ElasticSettings()
         self._on_point = on_point
         self._cache = EpochCache(model_provider, optimizer_config, world, self._settings)
+        is_known_to_hold(world, None, None)
         self._location: StateLocation | None = exchange_location(world, None)
         self._progress = Progress()
         self._num_reshards = 0
@@ -174,6 +176,7 @@ class ElasticTrainer:
         `fill` provides the state instead: every member calls it, and it returns the progress. If it raises, nothing is
         started.
         """
+        self.prove()
         mesh = self.mesh_of(layout, ranks)
         location = self._cache.introduce(mesh, beside=None, watch=Stopwatch())
         progress: list[Progress] = []
@@ -270,7 +273,10 @@ class ElasticTrainer:
                 update = opened.update(
                     minibatch, self._place(state), learning_rate, applying=lambda: self._applying(state, note)
                 )
-        if update.committed:
+        if not update.committed:
+            # A switch that does not hold may be the reason.
+            self.prove()
+        else:
             self._progress = progress
             if state.copies is not None and progress.num_updates % self._settings.copy_every == 0:
                 state.copies.take(skeleton.tensors(), note(), self.world)
@@ -283,37 +289,31 @@ class ElasticTrainer:
             yield
 
     def prove(self) -> None:
-        """Wait until the last switch is proved, where its certificate is late. All members call it; again is no harm.
+        """Wait until the last switch is proved, where its certificate is late. All ranks call it; again is no harm.
 
         Whatever applies an update, saves, or moves the state calls it. Raises PeerLost where the switch is not proved:
-        then the state is in the old layout, as it was. `rejoin` the next epoch.
+        `rejoin` the next epoch, in which all members have the state in the new layout, or in the old one as it was.
         """
         proof = self._proof
-        if proof is None:
-            return
-        outcome = proof.settle()
-        self._end_proof(proof, outcome)
-        if not outcome.committed:
-            raise PeerLost(f"the switch to {proof.prepared.target.mesh.layout} is undone: {outcome.reason}")
+        # A standby has nothing to compare. If the switch does not hold, no rank comes to what they do together next.
+        if proof is not None and proof.is_of_rank:
+            proof.settle()
+            self._end_proof(proof)
 
-    def _withdraw_proof(self) -> None:
-        """As `prove`, but without waiting for anyone: a switch that is not proved yet is undone."""
-        if (proof := self._proof) is not None:
-            self._end_proof(proof, proof.withdraw())
+    def _end_proof(self, proof: LateProof) -> None:
+        self._close_proof()
+        self._certificate = proof.digest
+        self._retire(proof.prepared)
 
-    def _end_proof(self, proof: LateProof, outcome: Outcome) -> None:
-        prepared, self._proof = proof.prepared, None
-        if outcome.committed:
-            self._certificate = proof.digest
-            self._retire(prepared)
-            return
-        self.drop_portions()
-        source, target = prepared.source, prepared.target
-        if source.state is not None and target.state is not None:
-            groups = param_groups.values_of(target.state.skeleton.optimizer)
-            param_groups.assign(source.state.skeleton.optimizer, groups)
-        self._location = source
-        target.release()
+    def _undo(self, proof: LateProof) -> None:
+        self._close_proof()
+        self._location = proof.prepared.source
+        proof.prepared.target.release()
+
+    def _close_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
 
     def reset_optimizer(self) -> None:
         """Set the moments to 0; weights and progress stay. All ranks of the layout call it.
@@ -430,6 +430,7 @@ class ElasticTrainer:
                 if prepared.source.epoch != prepared.target.epoch:
                     self._sweep()
             finally:
+                self._close_proof()
                 if prepared.is_late:
                     self._proof = LateProof(prepared, self.world, self._settings, self._on_point)
                 else:
@@ -452,7 +453,7 @@ class ElasticTrainer:
         Members wait for each other only where a switch is not proved yet. Call it between two updates. Raises
         NotStarted and ArenaFull.
         """
-        # The epoch may be spent. What it leaves is the state then.
+        # In a spent epoch the proof stays open until the next one, and both layouts are kept.
         with suppress(PeerLost):
             self.prove()
         if self._location is None:
@@ -468,7 +469,8 @@ class ElasticTrainer:
         """
         assert self._location is not None
         self.drop_portions()
-        self._cache.make_room(self._location, self._location.mesh)
+        if self._proof is None or not self._proof.is_of_rank:
+            self._cache.make_room(self._location, self._location.mesh)
         if self._location.state is not None:
             self._location.state.rest()
         self._is_suspended = True
@@ -493,20 +495,23 @@ class ElasticTrainer:
         The state stays where it is: the next `reshard` moves it into the new epoch. A member without a state learns its
         location from the others.
         """
-        self._withdraw_proof()
-        location = self._location
         self.drop_portions()
+        cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
+        holds, proof = is_known_to_hold(world, self._location, self._proof), self._proof
+        if proof is not None and holds:
+            self._end_proof(proof)
+        elif proof is not None:
+            self._undo(proof)
+        location = self._location
         self._cache.discard(but=None if location is None else location.state)
-        self._cache = EpochCache(self.provider, self.optimizer_config, world, self._settings)
+        self._cache = cache
         self._location = exchange_location(world, location)
         # Start from 0: a member that has just joined has counted none.
         self._num_reshards = 0
 
     def close(self) -> None:
         """Give all memory back. A suspended state's shared files stay: the other members may need them."""
-        if self._proof is not None:
-            self._proof.close()
-            self._proof = None
+        self._close_proof()
         self.drop_portions()
         self._cache.discard(but=None if self._location is None else self._location.state)
         if self._location is not None and not self._is_suspended:

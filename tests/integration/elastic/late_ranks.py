@@ -9,6 +9,7 @@ import numpy as np
 from tests.integration.elastic.trainer_ranks import LEARNING_RATE, logical_state, minibatch, same, started
 from tests.integration.elastic.world_ranks import join, open_store
 from tests.ranks import RankContext, Results
+from tidegate.elastic import checkpoints
 from tidegate.elastic.epoch.world import PeerLost
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.types import Layout
@@ -16,8 +17,8 @@ from tidegate.types import Layout
 HOME, NEXT = Layout(dp=2), Layout(tp=2, dp=2)
 
 
-def damaged(context: RankContext, *, member: int, carries: bool) -> Results:
-    """An update, a switch after which one member changes one element, and the update that finds out. Then the next
+def damaged(context: RankContext, *, member: int, carries: bool, by: float) -> Results:
+    """An update, a switch after which one member adds this to one element, and the update that finds out. Then the next
     epoch, the same switch again, and two updates.
 
     `left`: the first epoch's files after that.
@@ -28,7 +29,7 @@ def damaged(context: RankContext, *, member: int, carries: bool) -> Results:
     def on_point(point: str) -> None:
         if point == "all_switched" and context.rank == member and trainers[0].world.membership.epoch == 1:
             weights = next(iter(trainers[0].state.skeleton.tensors().values()))
-            weights.view(-1)[0] += 1.0
+            weights.view(-1)[0] += by
 
     updates: list[tuple[float, float]] = []
     with started(context, HOME, late=True, on_point=on_point, store=store, ends_world=False) as trainer:
@@ -52,9 +53,9 @@ def damaged(context: RankContext, *, member: int, carries: bool) -> Results:
             train(1)
         except PeerLost as lost:
             error = str(lost)
-        is_home = trainer.mesh == home
         trainer.world.leave(abort=True)
         trainer.rejoin(join(context, store, epoch=2, members=everyone))
+        is_home = trainer.mesh == home
         is_same = same(before, logical_state(trainer))
         report = trainer.reshard(NEXT)
         train(1)
@@ -70,10 +71,11 @@ def damaged(context: RankContext, *, member: int, carries: bool) -> Results:
 
 
 def used(context: RankContext) -> Results:
-    """The certificate before and after what uses the state: a suspension, a portion, and a reset of the optimizer."""
+    """The certificate before and after what uses the state: a suspension, a portion, a save, and a reset."""
     found: dict[str, Any] = {}
     with started(context, HOME, late=True) as trainer:
-        for name, layout in (("suspend", NEXT), ("accumulate", Layout(pp=2, dp=2)), ("reset", NEXT)):
+        other = Layout(pp=2, dp=2)
+        for name, layout in (("suspend", NEXT), ("accumulate", other), ("save", NEXT), ("reset", other)):
             trainer.reshard(layout)
             before = trainer.certificate
             match name:
@@ -82,6 +84,8 @@ def used(context: RankContext) -> Results:
                     trainer.abort_suspension()
                 case "accumulate":
                     trainer.accumulate(minibatch(0))
+                case "save":
+                    checkpoints.save_weights(trainer, context.tmpfs / "saved", str(context.rank))
                 case _:
                     trainer.reset_optimizer()
             found[name] = np.array([before, trainer.certificate])

@@ -36,7 +36,7 @@ _RANK = struct.Struct("<qQ")
 
 
 class CertificateMismatch(RuntimeError):
-    """The target does not hold what the source holds. Nothing was switched."""
+    """The target does not hold what the source holds. The source is as it was."""
 
 
 class RegionSum(NamedTuple):
@@ -206,7 +206,7 @@ def _compare_transfers(
             elif sent.get(key) != entry.total:
                 raise CertificateMismatch(
                     f"{entry.name} {entry.kind}: rank {entry.region} sent {entry.num_elements} elements to rank {rank} "
-                    f"with the sum {sent.get(key)}, which there is {entry.total}; the old layout stays"
+                    f"with the sum {sent.get(key)}, which there is {entry.total}; the old layout is as it was"
                 )
             found[key] = entry.total
     return found, tuple(sorted(unchecked))
@@ -242,7 +242,7 @@ def _compare_ends(
                 raise CertificateMismatch(
                     f"{key[0]} {key[1]}: target ranks {want.ranks} hold {want.num_elements} elements with the sum "
                     f"{want.total}, and ranks {reading.ranks} {reading.num_elements} with {reading.total}; the old "
-                    "layout stays"
+                    "layout is as it was"
                 )
         found[key] = want.total
     return found, tuple(unchecked)
@@ -262,7 +262,7 @@ def _readings(sums: Mapping[int, tuple[RegionSum, ...]], mesh: Mesh) -> dict[Ten
             if first != entry:
                 raise CertificateMismatch(
                     f"{entry.name} {entry.kind}: ranks {ranks[0]} and {rank} hold the same {entry.num_elements} "
-                    f"elements with the sums {first.total} and {entry.total}; the old layout stays"
+                    f"elements with the sums {first.total} and {entry.total}; the old layout is as it was"
                 )
             ranks.append(rank)
     return {

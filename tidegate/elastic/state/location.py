@@ -2,7 +2,8 @@
 
 Invariants:
 - All members of an epoch agree on the location. [test_kill_matrix: a_kill_leaves_the_old_or_the_new_layout]
-- It changes only at a reshard's commit. [test_refusals: a_failure_of_one_member_before_the_decision]
+- It changes only at a reshard's commit, and in the next epoch where the reshard is undone.
+  [test_refusals: a_failure_of_one_member_before_the_decision] [test_late_proof: wrong_element]
 """
 
 from __future__ import annotations
