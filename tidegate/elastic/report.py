@@ -36,7 +36,7 @@ class ReshardReport:
     local_bytes: int
     """The bytes that were copied within a rank."""
     certificate: str
-    """A checksum of the logical state, the same before and after. Empty when the level is off."""
+    """A checksum of the logical state, the same before and after. Empty when the level is off, or the proof is late."""
     seconds: Mapping[str, float]
     """The seconds of each of PARTS."""
     was_built: bool = False
