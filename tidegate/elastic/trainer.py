@@ -96,6 +96,7 @@ class ElasticTrainer:
         self._settings = settings or ElasticSettings()
         self._on_point = on_point
         self._cache = EpochCache(model_provider, optimizer_config, world, self._settings)
+        # The members that rejoin this epoch ask all of its members, new ones too.
         is_known_to_hold(world, None, None)
         self._location: StateLocation | None = exchange_location(world, None)
         self._progress = Progress()
