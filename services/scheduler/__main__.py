@@ -65,6 +65,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
             job,
             state=lambda: service.state,
             reason=lambda: service.reason,
+            changed=service.changed,
             gpus=store,
             log=bus.events,
             dead_letters=bus.dead_letters,

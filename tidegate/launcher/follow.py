@@ -1,7 +1,7 @@
 """Follows a job from its submission to its end.
 
-Only the scheduler says when the job ends (Control.GetJob, polled every `BEAT_S`). Events only feed the view. So a
-scheduler that restarts, moves to another port or is slow delays the end and never hides it.
+Only the scheduler says when the job ends (`Control.GetJob`, which answers at a change of the job). Events only feed the
+view. So a scheduler that restarts, moves to another port or is slow delays the end and never hides it.
 
 Invariants:
 - The end of an earlier run is never taken for this run's end: a report counts once it takes the submission into
@@ -36,6 +36,10 @@ from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2
 
 BEAT_S = 0.5
+"""The least time from one answer of the scheduler to the next question."""
+CHANGE_WAIT_S = 4.0
+"""The scheduler answers after this time without a change: shorter than a call's deadline. A job that waits for GPUs
+tells its reason by such an answer."""
 LEAST_ROOM_BYTES = 256 * 2**10
 """The least room on the stream of events. Below it the services would soon fail to publish, each at another point.
 
@@ -148,7 +152,9 @@ class JobFollower:
         async with control_of(self._folder) as control:
             while True:
                 raise_if_cancelled()
-                status = await control.GetJob(control_pb2.GetJobRequest(job=self._job))
+                known = self.status.state_version
+                request = control_pb2.GetJobRequest(job=self._job, known_state_version=known, wait_s=CHANGE_WAIT_S)
+                status = await control.GetJob(request)
                 if self._accept(status) and status.phase in _ENDS:
                     return _ENDS[status.phase]
                 await asyncio.sleep(BEAT_S)

@@ -25,15 +25,22 @@ class GetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    KNOWN_STATE_VERSION_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    known_state_version: _builtins.int
+    """The answer comes once the job has another state_version than this, and at the latest after wait_s. 0 s: at once."""
+    wait_s: _builtins.float
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        known_state_version: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "known_state_version", b"known_state_version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,6 +67,7 @@ class GetJobResponse(_message.Message):
     OPEN_PLACES_FIELD_NUMBER: _builtins.int
     DRAINED_GPUS_FIELD_NUMBER: _builtins.int
     USED_DRAINED_GPUS_FIELD_NUMBER: _builtins.int
+    STATE_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     incarnation: _builtins.int
     phase: _builtins.str
@@ -74,6 +82,8 @@ class GetJobResponse(_message.Message):
     """The checksum of the unsharded weights after the last iteration, whatever the layout."""
     applied_sequence: _builtins.int
     """All events up to this sequence of the job's stream are in this answer."""
+    state_version: _builtins.int
+    """Another one after each change of the job's phase, components or transitions. Progress does not change it."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___ComponentStatus]: ...
     @_builtins.property
@@ -118,10 +128,11 @@ class GetJobResponse(_message.Message):
         open_places: _abc.Iterable[_types_pb2.RolePlace] | None = ...,
         drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
         used_drained_gpus: _abc.Iterable[_builtins.str] | None = ...,
+        state_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "drained_gpus", b"drained_gpus", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_places", b"open_places", "open_resizes", b"open_resizes", "phase", b"phase", "used_drained_gpus", b"used_drained_gpus", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "components", b"components", "drained_gpus", b"drained_gpus", "evaluations", b"evaluations", "final_checksum", b"final_checksum", "incarnation", b"incarnation", "iteration", b"iteration", "iterations", b"iterations", "job", b"job", "last_reason", b"last_reason", "message", b"message", "num_iterations", b"num_iterations", "open_places", b"open_places", "open_resizes", b"open_resizes", "phase", b"phase", "state_version", b"state_version", "used_drained_gpus", b"used_drained_gpus", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

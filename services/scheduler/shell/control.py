@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +36,8 @@ from tidegate.types import GpuId, JobId, Layout, Role
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2, types_pb2
 
 _LOG_LOOKS_PER_S = 4
+MAX_WAIT_S = 60.0
+"""The longest wait of `GetJob` for a change. Whoever waits longer asks again."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -53,7 +55,8 @@ class NotNow(ValueError):
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """`state` gives the state that was last read or written; `reason` gives the reason of the last decision;
-    `layout_fault` says why the job's actor can never be in a layout."""
+    `changed` waits so many seconds at most for a state of another version; `layout_fault` says why the job's actor can
+    never be in a layout."""
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         *,
         state: Callable[[], ClusterState | None],
         reason: Callable[[], str],
+        changed: Callable[[float], Awaitable[None]],
         gpus: OwnershipMap,
         log: EventLog,
         dead_letters: DeadLetters,
@@ -74,6 +78,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._layout_fault = layout_fault
         self._state = state
         self._reason = reason
+        self._changed = changed
         self._gpus = gpus
         self._log = log
         self._dead_letters = dead_letters
@@ -82,6 +87,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def GetJob(self, request: control_pb2.GetJobRequest, context: Context) -> control_pb2.GetJobResponse:
         state = self._own(request.job)
+        if state.version == request.known_state_version and request.wait_s > 0:
+            await self._changed(min(request.wait_s, MAX_WAIT_S))
+            state = self._own(request.job)
         return control_pb2.GetJobResponse(
             job=state.job,
             incarnation=state.incarnation,
@@ -103,6 +111,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             open_places=manual_requests.encode_places(open_places(state)),
             drained_gpus=state.manual.drained,
             used_drained_gpus=manual_requests.used_drained(state, self._policy),
+            state_version=state.version,
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:

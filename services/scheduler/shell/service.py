@@ -97,6 +97,10 @@ class SchedulerService:
         self._policy = policy
         self._pace = Pace(round(decide_every_s * 1000))
         self._state: ClusterState | None = None
+        self._version = 0
+        """The version of the last state that was read or written."""
+        self._other_version = asyncio.Event()
+        """Set, and replaced, with each state of another version, and at the end."""
         self._written = JobState(payload=b"", write=0, version=0)
         self._missed: tuple[ev.Event, ...] = ()
         """Acknowledged events that the loaded state does not hold, because the store lost the one that did."""
@@ -117,6 +121,11 @@ class SchedulerService:
         """The reason of the last decision."""
         return self._reason
 
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for a state of another version, or for the end of this replica."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._other_version.wait(), timeout_s)
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Take turns until `stopping` is set. Then cancel the present turn: that is safe at any point."""
         turns = asyncio.create_task(self._turns(), name="turns")
@@ -124,6 +133,8 @@ class SchedulerService:
         await asyncio.wait({turns, stop}, return_when=asyncio.FIRST_COMPLETED)
         await end_task(stop)
         await end_task(turns)
+        # Whoever waits for a change is answered before the server stops.
+        self._other_version.set()
         await self._ports.issuer.aclose()
         if not turns.cancelled():
             turns.result()
@@ -185,15 +196,16 @@ class SchedulerService:
             self._log_reason(made.decision)
 
     async def _loaded(self) -> ClusterState:
-        if self._state is None:
-            # Read before the state: what is acknowledged by now, a state that was written by now holds.
-            acknowledged = await self._ports.consumer.acknowledged()
-            found = await self._ports.store.load(self._job)
-            self._written = found or JobState(payload=b"", write=0, version=0)
-            state = decode_state(found.payload) if found else ClusterState(job=self._job)
-            self._missed = await self._lost(state, until=acknowledged)
-            self._state = state
-        return self._state
+        if self._state is not None:
+            return self._state
+        # Read before the state: what is acknowledged by now, a state that was written by now holds.
+        acknowledged = await self._ports.consumer.acknowledged()
+        found = await self._ports.store.load(self._job)
+        self._written = found or JobState(payload=b"", write=0, version=0)
+        state = decode_state(found.payload) if found else ClusterState(job=self._job)
+        self._missed = await self._lost(state, until=acknowledged)
+        self._show(state)
+        return state
 
     def _wait_s(self, state: ClusterState, now_ms: int) -> float:
         if state.is_of_start_before(self._boot):
@@ -285,10 +297,18 @@ class SchedulerService:
             self._written = await self._ports.store.save(
                 self._job, self._encoder.encode(after), expected_write=self._written.write, version=after.version
             )
-        self._state, self._missed = after, ()
+        self._missed = ()
+        self._show(after)
         ended = set(made.before.transitions).difference(after.transitions)
         if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
             await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
+
+    def _show(self, state: ClusterState) -> None:
+        self._state = state
+        if state.version != self._version:
+            self._version = state.version
+            self._other_version.set()
+            self._other_version = asyncio.Event()
 
     def _record(self, happened: Chronicle) -> None:
         """After the state is written: what a replica that lost the race decided never happened."""

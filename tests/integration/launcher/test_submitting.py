@@ -96,6 +96,29 @@ class TwoRunsScheduler(LeavingScheduler):
         return control_pb2.GetJobResponse(job="small", phase=phase, incarnation=2, applied_sequence=applied)
 
 
+class ChangingScheduler(LeavingScheduler):
+    """Reports versions 5, 6 and 7 of the job, which then is cancelled."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        super().__init__(folder)
+        self.asked: list[tuple[int, bool]] = []
+
+    async def GetJob(self, request: Any, context: Any) -> control_pb2.GetJobResponse:
+        self.asked.append((request.known_state_version, request.wait_s > 0))
+        version = 4 + len(self.asked)
+        phase = "cancelled" if version == 7 else "running"
+        return control_pb2.GetJobResponse(job="small", phase=phase, applied_sequence=9, state_version=version)
+
+
+async def test_a_follower_asks_for_what_is_newer_than_the_last_answer(tmp_path: Path) -> None:
+    async with followed(tmp_path) as run:
+        await run.follower.submit(run.source, resume=False, checkpoint=None)
+        scheduler = ChangingScheduler(run.folder)
+        async with served(run.folder, scheduler):
+            assert await run.follower.end() is End.CANCELLED
+    assert scheduler.asked == [(0, False), (0, True), (6, True)]
+
+
 async def test_an_earlier_runs_end_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     async with followed(tmp_path) as run:
         await run.submitted_before(incarnation=1)

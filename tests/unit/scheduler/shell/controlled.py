@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,13 @@ class Controlled:
         self.stub = stub
         self.logs = logs
         self.state: ClusterState | None = STATE
+        self.waits_s: list[float] = []
+        self.change: Callable[[], None] = lambda: None
+        """What happens while somebody waits for a change."""
+
+    async def changed(self, timeout_s: float) -> None:
+        self.waits_s.append(timeout_s)
+        self.change()
 
     async def bodies(self) -> list[str]:
         return [event.WhichOneof("body") or "" async for _, event in self.cluster.bus.events.read(JOB)]
@@ -82,6 +89,7 @@ async def controlled(tmp_path: Path) -> AsyncIterator[Controlled]:
             JOB,
             state=lambda: held[0].state,
             reason=lambda: "static: nothing to do",
+            changed=lambda timeout_s: held[0].changed(timeout_s),
             gpus=await cluster.client(),
             log=cluster.bus.events,
             dead_letters=cluster.bus.dead_letters,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.shell.codecs.state_codec import job_spec
-from services.scheduler.shell.control import is_lent, write_endpoint
+from services.scheduler.shell.control import MAX_WAIT_S, is_lent, write_endpoint
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Working
 from services.scheduler.state.course import Iteration
@@ -117,6 +117,21 @@ async def test_a_resize_becomes_an_event_and_is_answered_with_its_gpus(tmp_path:
         assert (decode_layout(asked.layout), list(asked.gpus)) == (Layout(tp=2), ["n0/0", "n0/1"])
         assert (answer.in_force, answer.stream_sequence) == (False, len(events))
         assert of.state.asked is None
+
+
+async def test_a_client_that_knows_the_state_waits_for_its_next_version_and_another_gets_it_at_once(
+    tmp_path: Path,
+) -> None:
+    async with controlled(tmp_path) as of:
+        of.state = replace(STATE, version=7)
+        of.change = lambda: setattr(of, "state", replace(STATE, version=8, phase=Phase.FINISHED))
+        old = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB, known_state_version=6, wait_s=2.0))
+        at_once = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB, known_state_version=7))
+        assert (old.state_version, at_once.state_version, of.waits_s) == (7, 7, [])
+        new = await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB, known_state_version=7, wait_s=2.0))
+        assert (new.state_version, new.phase, of.waits_s) == (8, "finished", [2.0])
+        await of.stub.GetJob(control_pb2.GetJobRequest(job=JOB, known_state_version=8, wait_s=1e9))
+        assert of.waits_s == [2.0, MAX_WAIT_S]
 
 
 async def test_a_resize_to_where_the_actor_is_says_so(tmp_path: Path) -> None:

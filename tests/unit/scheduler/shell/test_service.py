@@ -116,6 +116,42 @@ async def test_progress_is_written_and_not_decided_on_before_its_time(tmp_path: 
             assert store.num_ownership_reads <= num_reads + 2, "a beat may come before and after them"
 
 
+async def test_whoever_waits_for_a_change_is_woken_by_the_next_structural_one_and_by_no_progress(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.does_iterations = False
+        await of.boot()
+        await of.submit()
+        service = await of.replica()
+        async with running(service):
+            await of.changes.until(lambda: is_open(of.written_state()))
+            before = service.state
+            assert before is not None
+            waiting = asyncio.create_task(service.changed(PATIENCE_S))
+            rollout = instance_id(Role.ROLLOUT, NODES[0])
+            progress = events_pb2.Progress(phase="generate", num_done=39, num_total=40)
+            await of.announcer(rollout, Role.ROLLOUT).publish(progress, incarnation=1)
+            await of.changes.until(lambda: num_done(of.written_state()) == 39)
+            assert not waiting.done()
+            await of.announcer("control").publish(events_pb2.JobCancelRequested(reason="enough"), incarnation=1)
+            await waiting
+            assert service.state is not None
+            assert service.state.version > before.version
+
+
+async def test_whoever_waits_for_a_change_is_answered_at_the_end_of_the_replica_and_after_its_time(
+    tmp_path: Path,
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        service = await of.replica()
+        await service.changed(0.0)
+        waiting, stopping = asyncio.create_task(service.changed(PATIENCE_S)), asyncio.Event()
+        stopping.set()
+        await service.run(stopping)
+        await waiting
+
+
 async def test_events_that_wait_are_applied_together_and_once(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         writes: list[int] = []
