@@ -13,7 +13,7 @@ clock:
 
     decide_and_tell = (asked - decided) + (called - released) + (unheld - switched)
     drain           = released - asked
-    switch          = switched - called
+    switch          = switched - called      (the rest of the micro-batches that are under way, then the reshard)
     wait            = first_step - unheld      (for groups, and for the other ranks)
 
 An answer is published after the lead has taken the command, so `decide_and_tell` is an upper bound.
