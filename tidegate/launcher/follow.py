@@ -133,6 +133,7 @@ class JobFollower:
                         f"the stream of events has {free} bytes left of {self._config.runtime.events_max_bytes}, too "
                         "few to go on: raise runtime.events_max_bytes, which may change between runs"
                     )
+            raise_if_cancelled()
             await asyncio.sleep(_LOOK_AT_ROOM_S)
 
     async def last_events(self) -> list[events_pb2.Event]:

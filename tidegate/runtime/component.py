@@ -9,6 +9,8 @@ Order:
 
 Invariants:
 - A repeat gets the stored result and is not worked on again. [test_component: sent_again_gets_the_stored_answer]
+- A stored command is worked on, also where its caller dies or the store's answer is lost meanwhile.
+  [test_component: whose_caller_dies] [test_component: whose_storing_has_an_unknown_outcome]
 - A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
 - A refusal is not stored, so that the command may be issued again when its obstacle is gone.
   [test_component: a_refused_command_gets]
@@ -16,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -25,7 +28,7 @@ import grpc
 from tidegate.codec import require
 from tidegate.ports.store import CommandLog
 from tidegate.runtime.host import ComponentHost
-from tidegate.runtime.lead import Command, CommandRefused
+from tidegate.runtime.lead import Command, CommandRefused, Lead
 from tidegate.types import CommandId, JobId
 from tidegate.v1 import commands_pb2, commands_pb2_grpc
 
@@ -39,6 +42,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         self._job = job
         self._host = host
         self._log = log
+        self._storing: set[asyncio.Task[None]] = set()
 
     async def ScaleUp(self, request: commands_pb2.ScaleUpRequest, context: Context) -> commands_pb2.ScaleUpResponse:
         require(request, "grants", "members", "layout", "config_json")
@@ -110,10 +114,19 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
             lead.check(command)
         except CommandRefused as refusal:
             return _refused(str(refusal))
-        accepted = commands_pb2.CommandResult(accepted=True)
-        await self._log.remember(self._job, CommandId(header.id), accepted.SerializeToString())
+        # The death of the caller cancels this call: without a task of its own, a stored command might never be taken.
+        storing = asyncio.create_task(self._store_and_take(lead, command))
+        self._storing.add(storing)
+        storing.add_done_callback(self._storing.discard)
+        await asyncio.shield(storing)
+        return _ACCEPTED
+
+    async def _store_and_take(self, lead: Lead, command: Command) -> None:
+        await self._log.remember(self._job, CommandId(command.header.id), _ACCEPTED.SerializeToString())
         lead.take(command)
-        return accepted
+
+
+_ACCEPTED = commands_pb2.CommandResult(accepted=True)
 
 
 def _refused(message: str) -> commands_pb2.CommandResult:

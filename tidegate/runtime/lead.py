@@ -164,8 +164,15 @@ class Lead(ABC):
         self._queue.put_nowait(command)
 
     def repeated(self, command: Command) -> None:
-        """Takes the addresses of a command that comes again: an instance may have started again meanwhile."""
+        """Takes the addresses of a command that comes again: an instance may have started again meanwhile. Takes the
+        command too, if its first call ended between the store's write and `take`.
+
+        CommandRefused as of `check`.
+        """
         self.crew.note_addresses(command.header.instances)
+        if command.header.id not in self._taken:
+            self.check(command)
+            self.take(command)
 
     async def aclose(self) -> None:
         """Stops leading. Workers stay, and unfinished work is left to the next lead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,13 +21,14 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.event_file import EventFile, read_events
-from tidegate.launcher.follow import JobFollower
+from tidegate.launcher.follow import LEAST_ROOM_BYTES, JobFollower
 from tidegate.launcher.outcome import End
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connect_bus
 from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
+PATIENCE_S = 10.0
 FOUND = FoundCheckpoint("inc007-it000002", incarnation=7, next_iteration=2, version=2, num_samples_trained=8)
 
 
@@ -149,6 +151,38 @@ async def test_the_output_of_a_run_says_why_its_job_has_no_gpus(tmp_path: Path) 
         async with served(run.folder, WaitingScheduler(run.folder)):
             await run.follower.end()
     assert "no GPUs for actor since 20 s: 0 of 1 GPUs of the actor are free" in (tmp_path / "shown").read_text()
+
+
+class LosingEvents:
+    """Answers the first question when it is cancelled: `asyncio.wait_for` of Python 3.11 loses such a cancellation."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.events = self
+
+    async def free_bytes(self, job: JobId) -> int:
+        is_first = not self.asked.is_set()
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if not is_first:
+                raise
+        return 2 * LEAST_ROOM_BYTES
+
+
+async def test_a_look_at_the_streams_room_ends_with_the_job_where_its_answer_loses_the_cancellation(
+    tmp_path: Path,
+) -> None:
+    bus: Any = LosingEvents()
+    config = small_config(tmp_path)
+    with (tmp_path / "shown").open("w") as shown:
+        follower = JobFollower(bus, config, JobFolder.of(config), LinesView(UnfailingStream(shown)))
+        looking = asyncio.create_task(follower.until_full())
+        await bus.asked.wait()
+        looking.cancel()
+        await asyncio.wait([looking], timeout=PATIENCE_S)
+    assert looking.cancelled()
 
 
 def sequences(folder: JobFolder) -> list[int]:

@@ -14,22 +14,48 @@ from tests.component_bench import JOB, NODES, snapshot
 from tests.unit.runtime.diary import LEAD_TTL_MS, ROLE, DiaryLead, Hosting, hosting
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
-from tidegate.ports.rpc import PeerRefused
+from tidegate.ownership.records import StoreUnavailable
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.component import ComponentServicer
 from tidegate.runtime.host import ComponentHost
-from tidegate.types import CommandId, instance_id
+from tidegate.types import CommandId, JobId, instance_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc
 
 COMPONENT = commands_pb2.DESCRIPTOR.services_by_name["Component"]
 
 
+class HeldLog:
+    """The store's log of commands. It answers a write when it may, or loses its answer."""
+
+    def __init__(self, hosted: Hosting) -> None:
+        self._hosted = hosted
+        self.written = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.loses_answers = False
+
+    async def recall(self, job: JobId, command: CommandId) -> bytes | None:
+        return await self._hosted.store.recall(job, command)
+
+    async def remember(self, job: JobId, command: CommandId, result: bytes) -> bytes:
+        stored = await self._hosted.store.remember(job, command, result)
+        self.written.set()
+        await self.may_answer.wait()
+        if self.loses_answers:
+            raise StoreUnavailable("the answer is lost")
+        return stored
+
+
 class Served:
     """A leading instance, and a client of it."""
 
-    def __init__(self, hosted: Hosting, host: ComponentHost, stub: commands_pb2_grpc.ComponentAsyncStub) -> None:
+    def __init__(
+        self, hosted: Hosting, host: ComponentHost, stub: commands_pb2_grpc.ComponentAsyncStub, log: HeldLog
+    ) -> None:
         self.hosted = hosted
         self.host = host
         self.stub = stub
+        self.log = log
 
     @property
     def lead(self) -> DiaryLead:
@@ -55,12 +81,13 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with hosting(tmp_path) as hosted:
         host = hosted.start()
         await hosted.elected()
-        servicer = ComponentServicer(JOB, lambda: host, hosted.store)
+        log = HeldLog(hosted)
+        servicer = ComponentServicer(JOB, lambda: host, log)
         service = Service(COMPONENT, lambda to: commands_pb2_grpc.add_ComponentServicer_to_server(servicer, to))
         server = await serve([service], "127.0.0.1:0")
         channels = Channels(default_timeout_s=10.0)
         try:
-            yield Served(hosted, host, commands_pb2_grpc.ComponentStub(channels.connect(server.endpoint)))
+            yield Served(hosted, host, commands_pb2_grpc.ComponentStub(channels.connect(server.endpoint)), log)
         finally:
             await channels.close()
             await server.stop(grace_s=0)
@@ -75,6 +102,34 @@ async def test_a_command_sent_again_gets_the_stored_answer_and_is_worked_on_once
         await of.until("supersede", "load 1", "load 2")
         stored = await of.hosted.store.recall(JOB, CommandId(request.header.id))
         assert stored == want.SerializeToString()
+
+
+async def test_a_command_whose_caller_dies_while_it_is_stored_is_worked_on_without_a_repeat(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        of.log.may_answer.clear()
+        calling = asyncio.create_task(of.send(of.load(1)))
+        await of.log.written.wait()
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        # The server hears of the end of one call before it takes the next one on the connection.
+        assert not (await of.send(of.load(2, lead_epoch=9))).accepted
+        of.log.may_answer.set()
+        await of.until("supersede", "load 1")
+
+
+async def test_a_command_whose_storing_has_an_unknown_outcome_is_worked_on_once_when_it_comes_again(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as of:
+        request = of.load(1)
+        of.log.loses_answers = True
+        with pytest.raises(PeerUnavailable, match="the answer is lost"):
+            await of.send(request)
+        of.log.loses_answers = False
+        assert [(await of.send(request)).accepted for _ in range(2)] == [True, True]
+        assert (await of.send(of.load(2))).accepted
+        await of.until("supersede", "load 1", "load 2")
 
 
 async def test_a_command_sent_again_brings_the_present_addresses(tmp_path: Path) -> None:
