@@ -18,6 +18,7 @@ from tests.e2e.jobs import RunningJob, running
 from tests.e2e.lineage import trained_draws, without_incarnation
 from tests.e2e.moving import (
     DRAWS,
+    ITERATIONS,
     POLICIES,
     TWO_BY_TWO,
     Moment,
@@ -34,7 +35,7 @@ from tests.e2e.moving import (
 )
 from tests.e2e.replacing import replacing_job
 from tidegate.timeline import read_spans
-from tidegate.types import Role
+from tidegate.types import GpuId, Role
 
 pytestmark = pytest.mark.timeout(300)
 LONG = pytest.mark.long
@@ -111,7 +112,9 @@ OTHERS: dict[tuple[str, str], Struck] = {
     ("the inference's copy", "a rollout that drains"): worker(INFERENCE, "n1/1"),
     ("a rank of the actor", "a rollout that comes back"): worker(ACTOR, "n0/0"),
 }
+# The worker of a job that ends has a test of its own: it is gone before one has looked for it.
 SURVIVED = {(victim, at): struck for at in AT for victim, struck in ITS.items()} | OTHERS
+del SURVIVED["its worker", "a job that ends"]
 QUICK = {("its lead", "a rollout that drains")}
 
 
@@ -123,6 +126,21 @@ async def test_a_job_goes_on_after_a_kill_in_a_move(victim: str, at: str, want: 
     policy, moment = AT[at]
     async with running(moving_job(policy), tmp_path) as job:
         await kill(job, moment, SURVIVED[victim, at])
+        assert_as_static(job, await job.result(), want)
+
+
+@pytest.mark.long
+async def test_a_job_ends_although_a_worker_of_its_actor_dies_when_it_is_stopped(want: str, tmp_path: Path) -> None:
+    async with running(moving_job("tide"), tmp_path) as job:
+        await job.until(lambda event: event.HasField("checkpoint_saved") and event.iteration == ITERATIONS - 2)
+        workers = {gpu: job.worker(gpu, role=ACTOR) for gpu in job.config.cluster.gpus()}
+        await job.until(lambda event: event.weights_published.snapshot.version == ITERATIONS)
+        for each in workers.values():
+            each.suspend()
+        move = await reached(job, Moment(ACTOR, "stop", "planned"))
+        workers.pop(GpuId(move.gpus[0])).kill()
+        for each in workers.values():
+            each.resume()
         assert_as_static(job, await job.result(), want)
 
 
