@@ -231,6 +231,7 @@ def load_job(config: JobConfig) -> Job:
             assert task is not None, "the config was checked: data comes with a tokenizer"
             tokenizer = build_tokenizer(task.words())
         model = _with_max_seq_len(checkpoint, config) if checkpoint else config.model.shape(tokenizer.vocab_size)
+        _check_reproducible(config, model)
         job = Job(config, tokenizer, task, model, checkpoint)
         for role in (Role.ACTOR, Role.INFERENCE):
             if (fault := job.layout_fault(role, config.layout(role))) is not None:
@@ -256,6 +257,17 @@ def tokenizer_file(config: JobConfig) -> Path | None:
     if not named:
         return None
     return Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
+
+
+def _check_reproducible(config: JobConfig, model: ModelConfig) -> None:
+    """ConfigError where updates are to have the same bits in all layouts, and the model's cannot."""
+    num_shards = config.actor.num_logical_shards
+    if num_shards is not None and model.num_experts is not None:
+        raise ConfigError(
+            f"actor.num_logical_shards={num_shards}, but the model has {model.num_experts} experts: which tokens meet "
+            "in an expert's product depends on the layout, so its updates cannot have the same bits in all; leave "
+            "num_logical_shards out"
+        )
 
 
 def _check_ends(checkpoint: HuggingFaceCheckpoint, tokenizer: TaskTokenizer, file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 
 from services.rollout.embedded.probe import CANDIDATE_ROWS
 from tests.component_bench import job_config, task_of
+from tests.hugging_face import save
 from tidegate.attempts import AttemptFolder
 from tidegate.config.engines.embedded import MAX_RUNNING_REQUESTS
-from tidegate.config.job_config import ConfigError
+from tidegate.config.job_config import ConfigError, parse_config
+from tidegate.huggingface.checkpoint import TOKENIZER
 from tidegate.job import JobFolder, load_job, snapshot_folder, snapshot_root
 from tidegate.launcher.readme import README
 from tidegate.megatron.family import padded_vocab_size
+from tidegate.tasks import find_task
+from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.types import Layout, NodeId, Role, SampleId
 
 
@@ -95,6 +100,20 @@ def test_sequences_without_padding_are_not_cut(tmp_path: Path) -> None:
     assert want in str(job.layout_fault(Role.ACTOR, Layout(cp=2)))
     job = replace(job, model=replace(job.model, num_experts=2, experts_per_token=1, norm_topk_prob=False))
     assert "which tp with experts cannot cut" in str(job.layout_fault(Role.ACTOR, Layout(tp=2)))
+
+
+def test_a_model_with_experts_cannot_be_reproducible(tmp_path: Path) -> None:
+    words = build_tokenizer(find_task("countdown", 0).words())
+    save(tmp_path, "Qwen3 MoE", vocab_size=words.vocab_size)
+    words.save(tmp_path / TOKENIZER)
+    model = {"path": str(tmp_path), "max_seq_len": 80}
+    usual, reproducible = (
+        parse_config(json.loads(job_config(tmp_path, actor=actor).to_json()) | {"model": model})
+        for actor in ({}, {"num_logical_shards": 2})
+    )
+    assert load_job(usual).model.num_experts == 8
+    with pytest.raises(ConfigError, match=r"^actor.num_logical_shards=2, but the model has 8 experts: .*; leave num_"):
+        load_job(reproducible)
 
 
 def test_replicas_of_the_inference_share_no_experts(tmp_path: Path) -> None:
