@@ -271,6 +271,10 @@ class ActorLead(Lead):
         keeping = asyncio.create_task(
             keep_alive(state.held.values, ack_wait_s=self.job.config.runtime.ack_wait_s), name="keep-alive"
         )
+        # By now all components have loaded this version. While they loaded it, an engine or copy that came still read
+        # the one before.
+        drop = self.crew.drop_snapshots(before_version=plan.version, keep=self.versions_to_keep)
+        dropping = asyncio.create_task(drop, name="drop-snapshots")
         self._state = state
         try:
             async with pictures.updates():
@@ -279,6 +283,7 @@ class ActorLead(Lead):
             self._state = None
             self._ranks.end_reservation()
             keeping.cancel()
+            dropping.cancel()
         num_never_filled = plan.num_minibatches - state.num_minibatches_taken
         self._advance_lr(without_update(self._lr, num_minibatches=num_never_filled))
         self._ledger = self._ledger.taking(len(candidates.prompts))
@@ -299,7 +304,6 @@ class ActorLead(Lead):
     async def _end_of(self, iteration: int, *, next_version: int) -> None:
         await self._save(next_iteration=iteration + 1, version=next_version)
         await self._publish(next_version)
-        await self.crew.drop_snapshots(before_version=next_version, keep=self.versions_to_keep)
 
     async def _warm_up(self) -> None:
         warm_up = self.job.config.actor.warm_up

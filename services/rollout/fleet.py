@@ -15,6 +15,7 @@ An engine leaves in these steps:
 
 Invariants:
 - An engine at work holds the version that was last loaded. [test_fleet: loads_the_version_that_came_meanwhile]
+- A version that is gone fails no start where a newer one is known. [test_fleet: whose_version_is_dropped_meanwhile]
 - An engine that leaves is asked to hand over until it holds no request. [test_moves: hands_its_unfinished]
 """
 
@@ -28,7 +29,9 @@ import structlog
 from services.rollout.generation_state import EngineSlot
 from tidegate.codec import decode_grants
 from tidegate.config.job_config import JobConfig
+from tidegate.ports.rpc import PeerRefused
 from tidegate.runtime.crew import Crew, WorkerGone, WorkerRefused
+from tidegate.runtime.snapshots import SnapshotUnavailable
 from tidegate.runtime.standbys import StandbyRules, Standbys
 from tidegate.types import Grant, Role
 from tidegate.v1 import commands_pb2, types_pb2
@@ -39,6 +42,8 @@ HAND_OVER_S = 30.0
 step and an HTTP call for each request. The responses of an engine that takes longer are generated again."""
 _ABORT_AGAIN_S = 0.1
 """A call to generate that was on its way reaches the engine after the abort, so the abort is repeated."""
+_NOT_LOADED = (SnapshotUnavailable, PeerRefused, WorkerRefused)
+"""How the load of a version ends that is dropped meanwhile: its files are gone from the node, or for the worker."""
 
 
 class Fleet:
@@ -173,14 +178,23 @@ class Fleet:
         """Load the newest known version, and again while a newer one comes. Returns it, None where none is known."""
         loaded: types_pb2.Snapshot | None = None
         while True:
-            known = [each for each in (given, self._wanted) if each is not None]
-            present = [each for each in known if each.incarnation >= self._incarnation()]
-            wanted = max(present, key=_age, default=None)
+            wanted = self._newest(given)
             if wanted is None or (loaded is not None and _age(loaded) == _age(wanted)):
                 return loaded.version if loaded is not None else None
             self._starting |= dict.fromkeys((grant.gpu for grant in grants), wanted.version)
-            await self._crew.load(wanted, grants)
-            loaded = wanted
+            try:
+                await self._crew.load(wanted, grants)
+            except _NOT_LOADED as error:
+                newest = self._newest(given)
+                if newest is None or _age(newest) == _age(wanted):
+                    raise
+                self._log.info("loads a newer version", version=newest.version, error=str(error))
+            else:
+                loaded = wanted
+
+    def _newest(self, given: types_pb2.Snapshot | None) -> types_pb2.Snapshot | None:
+        known = [each for each in (given, self._wanted) if each is not None]
+        return max((each for each in known if each.incarnation >= self._incarnation()), key=_age, default=None)
 
     async def _put_to_rest(self, grant: Grant) -> wire.Started:
         """Build the engine, if there is none, without the memory that it needs at work."""

@@ -167,14 +167,17 @@ async def test_a_missing_checkpoint_fails_before_any_worker_starts(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kl_coefficient", "want"), [(0.0, ()), (0.1, (0,))], ids=["without KL", "with KL"])
-async def test_closing_an_iteration_frees_the_versions_before_the_newest_but_not_the_reference(
+async def test_opening_an_iteration_frees_the_versions_before_its_own_but_not_the_reference(
     tmp_path: Path, kl_coefficient: float, want: tuple[int, ...]
 ) -> None:
     async with training(tmp_path, algorithm={"kl_coefficient": kl_coefficient}) as of:
         await of.scored(range(4))
+        drops = of.bench.instances[NODES[0]].drops
         of.start()
         of.close()
+        await of.bench.published("weights_published", count=2)
+        assert drops == [(0, want)], "an engine that comes may still read version 0"
         await of.scored(range(4, 8), iteration=1, version=1)
         of.take(of.bench.open_iteration(1))
         await of.bench.published("iteration_reported", count=2)
-        assert of.bench.instances[NODES[0]].drops == [(1, want)]
+        assert drops == [(0, want), (1, want)]

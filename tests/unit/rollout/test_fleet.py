@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
 from tests.component_bench import NODES, Changes, snapshot
@@ -22,6 +23,7 @@ from tests.unit.rollout.fake_engines import (
 )
 from tests.unit.rollout.outcomes import assert_whole_iteration, scale_down
 from tidegate.job import Job
+from tidegate.runtime.crew import WorkerRefused
 from tidegate.types import NO_TOKEN, Grant
 from tidegate.v1 import commands_pb2
 from tidegate.v1 import workers_pb2 as wire
@@ -42,6 +44,7 @@ class SlowEngine(FakeEngine):
         self.is_starting = False
         self.memory_bytes = 1 << 20
         self.loaded: list[int] = []
+        self.gone_version: int | None = None
         self.calls: list[str] = []
 
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
@@ -55,6 +58,8 @@ class SlowEngine(FakeEngine):
             self.loaded.append(call.load_shards.version)
             self._changes.notify()
             await self.may_load.wait()
+            if call.load_shards.version == self.gone_version:
+                raise WorkerRefused(f"version {self.gone_version} is gone")
         async for reply in super().handle(call):
             if kind == "start_engine":
                 reply.started.memory_bytes = self.memory_bytes
@@ -157,6 +162,31 @@ async def test_an_engine_that_is_still_starting_can_be_released(tmp_path: Path) 
         give(of, of.open_iteration())
         await assert_whole_iteration(of)
         assert "failed" not in await of.kinds()
+
+
+@pytest.mark.parametrize("comes_newer", [True, False], ids=["a newer one comes", "no newer one comes"])
+async def test_an_engine_whose_version_is_dropped_meanwhile_loads_the_newer_one_or_fails(
+    comes_newer: bool, tmp_path: Path
+) -> None:
+    engines = SlowEngines()
+    engines.slow_loads.add(SECOND)
+    async with rollout(tmp_path, engines) as of:
+        await grow_slowly(of, engines)
+        engine = engines.slow[SECOND]
+        engine.may_start.set()
+        await of.changes.until(lambda: engine.loaded == [0])
+        if comes_newer:
+            give(of, commands_pb2.LoadWeightsRequest(header=of.header(), weights=snapshot(1)))
+            await of.published("weights_loaded")
+        engine.gone_version = 0
+        engine.may_load.set()
+        if comes_newer:
+            await of.published("layout_committed", count=2)
+            assert engine.loaded == [0, 1]
+            assert "failed" not in await of.kinds()
+        else:
+            (failed,) = await of.published("failed")
+            assert "version 0 is gone" in failed.failed.message
 
 
 async def test_a_release_that_its_node_does_not_answer_is_asked_again(tmp_path: Path) -> None:
