@@ -22,7 +22,8 @@ MOST_MOVES = 6
 JOB_ENDED = "cut by the job's end"
 """The outcome of a move that the job's end cut short, such as one that was on its way home: nothing failed."""
 _CHANGES = ("resize", "suspend", "resume", "replace")
-"""The kinds of parts that move GPUs while a job runs. Its starts and stops are no moves."""
+"""The kinds of parts that move GPUs while a job runs. Its stops are no moves, and its starts in an iteration alone are:
+a component comes back."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Move:
 
     @property
     def is_move(self) -> bool:
-        return self.change in _CHANGES or self.iteration is not None
+        return self.change in _CHANGES or (self.change == "start" and self.iteration is not None)
 
     @property
     def gpus(self) -> list[str]:

@@ -149,8 +149,9 @@ def _text(row: dict[str, Any]) -> str:
     for move in row["moves"]:
         took = "is open" if move["seconds"] is None else f"{move['outcome']} in {move['seconds']:.2f} s"
         steps = ", ".join(f"{'/'.join(k for k in step if k != 's')} at {step['s']:.2f} s" for step in move["steps"])
-        moved = [*(f"+{gpu}" for gpu in move["comes"]), *(f"-{gpu}" for gpu in move["leaves"])]
-        lines.append(f"  move {move['transition']}: {move['role']} {move['change']} {first_few(moved, most=8)}: {took}")
+        changed = [*(f"+{gpu}" for gpu in move["comes"]), *(f"-{gpu}" for gpu in move["leaves"])]
+        moved = first_few(changed, most=8) or f"to {move['layout']}"
+        lines.append(f"  move {move['transition']}: {move['role']} {move['change']} {moved}: {took}")
         if steps:
             lines.append(f"    {steps}")
     if row["outcome"] is not None:

@@ -3,7 +3,7 @@
 | kind | when | has |
 |---|---|---|
 | `decision` | the placement changes, or a transition is planned | situation, alternatives with forecasts, choice |
-| `step` | a GPU of an open transition has gone a step | the GPUs by state |
+| `step` | a GPU of an open transition has gone a step, or its part where no GPU moves | the GPUs by state |
 | `closed` | a transition has ended | its moves, parts and outcome, and whether the job ends |
 | `opened`, `reported` | an iteration opens; the actor has reported it | the iteration |
 
@@ -79,7 +79,8 @@ def _of_transitions(made: Turn, now_ms: int, observed: ev.OwnershipObserved | No
 
 
 def _states(transition: Transition) -> dict[str, list[str]]:
-    states: dict[str, list[str]] = {}
+    # Without GPUs, as at a change of layout alone, the state is that of the parts.
+    states: dict[str, list[str]] = {} if transition.moves else {str(part.state): [] for part in transition.parts}
     for move in transition.moves:
         states.setdefault(str(move.state), []).append(move.gpu)
     return states

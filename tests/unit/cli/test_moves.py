@@ -40,6 +40,14 @@ def test_a_move_that_the_jobs_end_cut_short_is_told_as_that_and_no_failure(outco
     assert of_lines([home, closed(6500, "t6", outcome)]).moves[0].outcome == outcome, "a log of an earlier release"
 
 
+def test_the_end_of_a_job_that_fails_in_an_iteration_is_no_move() -> None:
+    stop = resize("t6", comes=[], leaves=["n0/2"]) | {"change": "stop"}
+    start = resize("t7", comes=["n0/2"], leaves=[]) | {"change": "start"}
+    found = of_lines([decision(6000, 1, stop, start), closed(6500, "t6", "committed"), closed(7000, "t7", "committed")])
+    assert [(each.change, each.is_move) for each in found.moves] == [("stop", False), ("start", True)]
+    assert found.summary()["moves"] == 1
+
+
 def test_a_move_between_two_iterations_counts_in_the_row_of_the_first() -> None:
     between = decision(6000, 0, resize("t6", comes=["n0/2"], leaves=[])) | {"iteration": None}
     later = decision(8000, 2, resize("t7", comes=["n0/2"], leaves=[]))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cli.__main__ import main
-from tests.unit.cli.moving_jobs import moved_job
+from tests.unit.cli.moving_jobs import decision, moved_job, resize, step
+from tidegate.moves_log import MovesLog
 
 OUTCOME = {
     "forecast_s": 4.0,
@@ -58,6 +59,18 @@ def test_a_person_reads_what_was_seen_weighed_chosen_and_gained(
     ):
         assert want in out
     assert out.count("what came of it") == 1, "the second decision's iteration is not over"
+
+
+def test_a_change_of_layout_alone_is_told_by_its_layout_and_the_states_of_its_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = moved_job(tmp_path)
+    alone = decision(6000, 1, resize("t6", comes=[], leaves=[]))
+    MovesLog(folder.moves).append([alone, step(6040, "t6", planned=[]), step(6450, "t6", committed=[])])
+    assert main(["why", "small", "--output-dir", str(folder.root.parent), "--transition", "t6"]) == 0
+    out = capsys.readouterr().out
+    assert "move small/1/t6: actor resize to dp2: is open" in out
+    assert "planned at 0.04 s, committed at 0.45 s" in out
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from services.scheduler.decide.chronicle import Chronicle, Line, chronicle
-from services.scheduler.decide.turn import turn
+from services.scheduler.decide.turn import Turn, turn
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from simulator.cluster import JOB as SIMULATED
 from tests.replay.recorded import HISTORIES, LIVED, POLICIES, read
 from tests.unit.scheduler.fake_parts import JOB
-from tidegate.ownership.records import Outcome, PartKind
+from tidegate.ownership.records import Outcome, Part, PartKind, PartState, Transition
+from tidegate.types import Layout, Role, TransitionId
 
 
 def lines_of(name: str) -> list[Line]:
@@ -52,6 +55,16 @@ def test_each_transition_is_planned_by_a_decision_goes_its_steps_and_is_closed_o
         steps = [line for line in lines if line["kind"] == "step" and line["transition"] == each]
         assert steps[0]["at_ms"] <= steps[-1]["at_ms"]
         assert {"draining", "acquiring"} & steps[0]["states"].keys(), "the plan and its first step are one look"
+
+
+def test_a_change_of_layout_alone_has_the_states_of_its_part() -> None:
+    part = Part(Role.ACTOR, PartKind.RESIZE, Layout(dp=2), Layout(tp=2))
+    name = TransitionId("small/1/t4")
+    planned = Transition(name, JOB, 1, moves=(), parts=(part,), planned_version=0, deadline_unix_ms=9, reason="by hand")
+    committed = replace(planned, parts=(replace(part, state=PartState.COMMITTED),))
+    states = [ClusterState(job=JOB, transitions={name: each} if each else {}) for each in (None, planned, committed)]
+    lines = [chronicle(Turn(pair), 5, before=Chronicle(), observed=None).lines for pair in pairwise(states)]
+    assert [line["states"] for (line,) in lines] == [{"planned": []}, {"committed": []}]
 
 
 def test_a_transition_that_ends_with_the_job_says_so() -> None:
