@@ -1,4 +1,5 @@
-"""Removes the stores of jobs that have ended: `servers/`, the data of a job's embedded NATS and Redis.
+"""Removes the stores of jobs that have ended: `servers/`, the data of a job's embedded NATS and Redis. The gates of its
+nodes go with it: a new store begins with small tokens, which the gates of the old one refuse.
 
 What a person reads of an ended job is in files beside its store: events, samples, checkpoints, results. Only a resume
 reads the store. Without it the job goes on from its newest checkpoint. [test_resumes: whose_store_was_pruned] A
@@ -7,6 +8,7 @@ finished job is resumed only to train longer, so its store goes at once. Those o
 Invariants:
 - The store of a job that runs stays, whatever is asked. A run cannot begin in the middle of a removal.
   [test_prune: a_job_that_runs]
+- A GPU that a living process holds keeps its gate, and the job its store. [test_prune: still_held]
 - Without `--yes` nothing is removed. [test_prune: nothing_is_removed]
 - A store is there as a whole or not at all, also after a kill. [test_prune: a_removal_that_was_killed]
 """
@@ -19,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidegate.gate import Gate
 from tidegate.job import JobFolder
 from tidegate.launcher.lock import LOCK, job_lock
 from tidegate.launcher.outcome import End, Outcome
@@ -61,6 +64,9 @@ def prune(folder: JobFolder, *, with_resumable: bool, remove: bool) -> Pruned | 
             state = "killed" if end is None else str(end)
             if end is not End.FINISHED and not with_resumable:
                 return Pruned(job, state, size, False, "it can be resumed; --resumable prunes it too")
+            if held := [state.gpu for gate in _gates(folder) for state in Gate(gate).report() if state.held]:
+                note = f"a process that outlived its run holds {', '.join(held)}: end it, then prune again"
+                return Pruned(job, state, size, False, note)
             if remove:
                 _remove(folder)
     except (OSError, ValueError) as error:
@@ -69,7 +75,14 @@ def prune(folder: JobFolder, *, with_resumable: bool, remove: bool) -> Pruned | 
     return Pruned(job, state, size, True, "" if end is End.FINISHED else "it resumes from its newest checkpoint")
 
 
+def _gates(folder: JobFolder) -> list[Path]:
+    return sorted(folder.root.glob("nodes/*/gate"))
+
+
 def _remove(folder: JobFolder) -> None:
+    # First: a kill may leave a store without gates, which accept its tokens, and never gates without their store.
+    for gate in _gates(folder):
+        shutil.rmtree(gate)
     left_over = folder.root / _LEFT_OVER
     if left_over.exists():
         shutil.rmtree(left_over)

@@ -101,7 +101,7 @@ def print_tables(outcome: Outcome, folder: JobFolder) -> None:
     moves = moves_of(folder)
     rows = [moves.with_moves(row) for row in jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))]
     if rows:
-        rest = f"tidegate describe {outcome.job.job} lists them"
+        rest = f"{folder.command('describe')} lists them"
         print(cut_table(rows, jobs.ITERATION_COLUMNS, rest=rest))
     evaluations = jobs.evaluation_rows(outcome.job.job, outcome.job)
     if evaluations:
@@ -109,4 +109,4 @@ def print_tables(outcome: Outcome, folder: JobFolder) -> None:
     if outcome.pace is not None:
         print(f"\n{outcome.pace.text()}")
     if any(row["moves"] for row in rows):
-        print(f"\n{moves.line()}; `tidegate why {outcome.job.job}` explains them")
+        print(f"\n{moves.line()}; `{folder.command('why')}` explains them")

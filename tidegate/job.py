@@ -9,6 +9,7 @@ Invariant: every process of a job makes the same `Job` of the same config. [test
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,10 @@ _NUM_PROMPTS_CHECKED = 256
 
 The engine refuses a longer prompt that comes later.
 """
+
+
+OUTPUT_DIR = "jobs"
+"""Where a command looks for a job's folder that names no other place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,11 @@ class JobFolder:
     def tensorboard(self) -> Path:
         """Metrics of iterations, one file for each start of the job. Only with `tracking.tensorboard`."""
         return self.root / "tensorboard"
+
+    def command(self, verb: str) -> str:
+        """`tidegate VERB JOB` as it works where this process was started."""
+        elsewhere = [] if self.root.parent == Path(OUTPUT_DIR).resolve() else ["--output-dir", str(self.root.parent)]
+        return shlex.join(["tidegate", verb, self.root.name, *elsewhere])
 
     def node(self, node: NodeId) -> Path:
         """The files of a node on its local disk: the gate's lock files."""

@@ -102,6 +102,15 @@ def test_sequences_without_padding_are_not_cut(tmp_path: Path) -> None:
     assert "which tp with experts cannot cut" in str(job.layout_fault(Role.ACTOR, Layout(tp=2)))
 
 
+def test_a_command_on_a_job_names_the_output_folder_where_it_is_not_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert JobFolder(tmp_path / "jobs" / "demo").command("why") == "tidegate why demo"
+    elsewhere = JobFolder(tmp_path / "my jobs" / "demo").command("describe")
+    assert elsewhere == f"tidegate describe demo --output-dir '{tmp_path}/my jobs'"
+
+
 def test_a_model_with_experts_cannot_be_reproducible(tmp_path: Path) -> None:
     words = build_tokenizer(find_task("countdown", 0).words())
     save(tmp_path, "Qwen3 MoE", vocab_size=words.vocab_size)

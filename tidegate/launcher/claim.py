@@ -114,18 +114,25 @@ def saved_config(folder: JobFolder) -> JobConfig | None:
 
 
 @contextmanager
-def claim_folder(job: Job, start: Start, *, now_unix_s: float, fresh_command: str = "--force") -> Iterator[Claim]:
+def claim_folder(
+    job: Job,
+    start: Start,
+    *,
+    now_unix_s: float,
+    fresh_command: str = "--force",
+    resume_command: str = "--resume",
+) -> Iterator[Claim]:
     """Claims the job's folder within the block. CannotStart, with nothing changed, when its contents forbid the start.
 
-    `fresh_command` is what a person types to remove the older run and start over.
+    `fresh_command` is what a person types to remove the older run and start over, `resume_command` to go on with it.
     """
     folder = JobFolder.of(job.config)
-    refuse_claim(job.config, start, fresh_command=fresh_command)
+    refuse_claim(job.config, start, fresh_command=fresh_command, resume_command=resume_command)
     _make_folder(folder.root)
     with _lock(folder.root / LOCK) as lock_fd:
         # Check again under the lock: another launcher may have been here in between.
         if start is Start.FRESH:
-            _refuse_occupied(folder, fresh_command)
+            _refuse_occupied(folder, fresh_command, resume_command)
         checkpoint = (
             newest_checkpoint(folder.checkpoints, fresh_command=fresh_command) if start is Start.RESUME else None
         )
@@ -144,12 +151,14 @@ def claim_folder(job: Job, start: Start, *, now_unix_s: float, fresh_command: st
                 folder.endpoint.unlink(missing_ok=True)
 
 
-def refuse_claim(config: JobConfig, start: Start, *, fresh_command: str = "--force") -> None:
+def refuse_claim(
+    config: JobConfig, start: Start, *, fresh_command: str = "--force", resume_command: str = "--resume"
+) -> None:
     """CannotStart where `claim_folder` would refuse the folder as it is now. Changes nothing."""
     folder = JobFolder.of(config)
     _refuse_without_memory(config)
     if start is Start.FRESH:
-        _refuse_occupied(folder, fresh_command)
+        _refuse_occupied(folder, fresh_command, resume_command)
     elif start is Start.RESUME:
         _refuse_other_lineage(folder, config, fresh_command)
     elif folder.root.exists() and any(folder.root.iterdir()) and not (folder.root / LOCK).exists():
@@ -189,14 +198,14 @@ def _refuse_without_memory(config: JobConfig) -> None:
         )
 
 
-def _refuse_occupied(folder: JobFolder, fresh_command: str) -> None:
+def _refuse_occupied(folder: JobFolder, fresh_command: str, resume_command: str) -> None:
     if not folder.config.exists():
         return
     name, where = folder.root.name, folder.root
     if _has_finished(folder):
-        state, goes_on = "has finished", "train on with more algorithm.iterations (--resume)"
+        state, goes_on = "has finished", f"train on with more algorithm.iterations ({resume_command})"
     else:
-        state, goes_on = "was started before", "go on with it (--resume)"
+        state, goes_on = "was started before", f"go on with it ({resume_command})"
     raise CannotStart(
         f"job {name} {state} in {where}: {goes_on}, give the config another job name, or remove the older run with all "
         f"that it trained ({fresh_command})"
@@ -230,8 +239,9 @@ def _refuse_other_lineage(folder: JobFolder, config: JobConfig, fresh_command: s
     num_iterations, was = config.algorithm.iterations, saved.algorithm.iterations
     if _has_finished(folder) and num_iterations <= was:
         raise CannotStart(
-            f"job {config.job} has finished its {was} iterations, there is nothing to resume: tidegate describe "
-            f"{config.job} shows its result; to train on, set algorithm.iterations above {was} (is {num_iterations})"
+            f"job {config.job} has finished its {was} iterations, there is nothing to resume: "
+            f"{folder.command('describe')} shows its result; to train on, set algorithm.iterations above {was} (is "
+            f"{num_iterations})"
         )
     if (found := newest_checkpoint(folder.checkpoints, fresh_command=fresh_command)) is not None:
         _refuse_other_course(config, found)

@@ -85,7 +85,12 @@ class RunRequest:
 async def check_job(request: RunRequest) -> Job:
     """All checks of a start, without any change. ConfigError, or the job with its data's checksums."""
     job = await _checked(request)
-    refuse_claim(request.config, request.start, fresh_command=request.fresh_command)
+    refuse_claim(
+        request.config,
+        request.start,
+        fresh_command=request.fresh_command,
+        resume_command=request.resume_command,
+    )
     return job
 
 
@@ -97,7 +102,14 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
         try:
             job = await _checked(request)
             raise_if_cancelled()
-            with claim_folder(job, request.start, fresh_command=request.fresh_command, now_unix_s=time.time()) as claim:
+            claiming = claim_folder(
+                job,
+                request.start,
+                now_unix_s=time.time(),
+                fresh_command=request.fresh_command,
+                resume_command=request.resume_command,
+            )
+            with claiming as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
                 run = _Run(claim, request, view, start_ns=start_ns)

@@ -10,9 +10,11 @@ import pytest
 from cli.__main__ import main
 from cli.prune import size_bytes
 from tests.unit.cli.configs import small_config
+from tidegate.gate import Gate
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import Start, claim_folder
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.types import GpuId, Grant, NodeId, Token
 from tidegate.v1 import control_pb2
 
 STORE_BYTES = 5 * 4096
@@ -71,6 +73,28 @@ def test_a_job_that_can_be_resumed_keeps_its_store_unless_asked(
     assert folder.servers.is_dir()
     assert answers(capsys, tmp_path, "--yes", "--resumable")["left"]["pruned"] is True
     assert not folder.servers.exists()
+
+
+def test_the_gates_go_with_the_store_whose_tokens_they_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ended(tmp_path, "done", End.INTERRUPTED)
+    path = folder.node(NodeId("n0")) / "gate"
+    Gate(path).acquire(Grant(GpuId("n0/0"), Token(1, 57))).close()
+    assert answers(capsys, tmp_path, "--yes", "--resumable")["done"]["pruned"] is True
+    assert not path.exists()
+    Gate(path).acquire(Grant(GpuId("n0/0"), Token(1, 1))).close()
+
+
+def test_a_job_whose_gpu_is_still_held_keeps_its_store_and_its_gates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ended(tmp_path, "done", End.FINISHED)
+    path = folder.node(NodeId("n0")) / "gate"
+    hold = Gate(path).acquire(Grant(GpuId("n0/1"), Token(1, 57)))
+    row = answers(capsys, tmp_path, "--yes")["done"]
+    assert (row["pruned"], "holds n0/1: end it" in str(row["note"])) == (False, True)
+    assert folder.servers.is_dir()
+    assert Gate(path).highest_token(GpuId("n0/1")) == Token(1, 57)
+    hold.close()
 
 
 def test_a_job_that_runs_keeps_its_store_whatever_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
