@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ async def test_a_job_goes_on_elsewhere_and_for_longer_with_the_weights_of_a_run_
     async with running(small_job("longer", **elsewhere, algorithm__iterations=3), tmp_path, "--resume") as job:
         said = await said_by(job)
         assert await job.process.wait() == 0, said
-    assert "resumes from checkpoint inc001-it000001" in said
+    # The second iteration may end before the signal comes.
+    assert re.search("resumes from checkpoint inc001-it00000[12]", said)
     assert "restart" not in said
 
     # The job has finished. It goes on for one more iteration, on the first GPUs.
