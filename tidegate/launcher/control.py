@@ -57,7 +57,10 @@ def _why_no_answer(folder: JobFolder) -> str:
     job = folder.root.name
     if launcher_pid(folder) is None:
         return f"job {job} does not answer: its run was killed; start it again with --resume"
-    return f"job {job} gave no answer: its run lives, so the machine is busy or its scheduler starts again; try again"
+    return (
+        f"job {job} gave no answer: its run lives, so it is ending, its scheduler starts again, or the machine is "
+        "busy; try again"
+    )
 
 
 def _why_no_endpoint(folder: JobFolder) -> str:

@@ -175,5 +175,8 @@ async def test_a_machine_that_is_too_busy_to_answer_is_not_told_as_a_killed_run(
 ) -> None:
     refusal = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "")
     assert await scaled(folder, MovingScheduler(folder, refusal=refusal)) == 1
-    want = "job small gave no answer: its run lives, so the machine is busy or its scheduler starts again; try again"
+    want = (
+        "job small gave no answer: its run lives, so it is ending, its scheduler starts again, or the machine is busy; "
+        "try again"
+    )
     assert capsys.readouterr().err == f"tidegate: {want}\n"
