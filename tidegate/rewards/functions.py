@@ -75,9 +75,12 @@ def load_function(path: str, import_from: str) -> RewardFunction:
     is_file = place.endswith(".py")
     try:
         module = _module_of_file(Path(import_from, place)) if is_file else importlib.import_module(place)
-        found = getattr(module, name)
     except (Exception, SystemExit) as error:  # a module is a program, which may raise any exception
         raise ValueError(f"{path} cannot be imported: {description(error)}") from error
+    if not hasattr(module, name):
+        where = getattr(module, "__file__", None) or place
+        raise ValueError(f"{path}: {where} has no function {name!r}; name one that it defines")
+    found = getattr(module, name)
     if not is_file:
         _check_origin(path, import_from)
     if not callable(found):

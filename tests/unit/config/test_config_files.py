@@ -54,6 +54,13 @@ def test_a_config_file_that_is_not_yaml_is_named(tmp_path: Path) -> None:
         load_config(path)
 
 
+def test_a_config_file_that_is_no_text_is_named_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"job: \x94")
+    with pytest.raises(ConfigError, match=r"binary.yaml is not YAML: byte 6 \(0x94\) is no text in UTF-8; correct"):
+        load_config(path)
+
+
 def test_a_tokenizer_path_is_relative_to_the_configs_folder(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(valid_with("model.tokenizer", "words.json")))

@@ -91,7 +91,10 @@ MALFORMED = {
     "a key with a hole": ("algorithm..group_size=8", "'algorithm..group_size' is no key"),
     "a sign before the key": ("+seed=1", "'+seed' is no key"),
     "no value": ("seed=", "override 'seed=' has no value: write seed=null for none, seed=\"''\" for an empty text"),
-    "a value that is no YAML": ("cluster.nodes={a: 1", "override 'cluster.nodes={a: 1': the value is not YAML"),
+    "a value that is no YAML": (
+        "cluster.nodes={a: 1",
+        "override 'cluster.nodes={a: 1': the value is not YAML (line 1, column 6: expected ',' or '}'",
+    ),
     "a key twice": ("cluster.nodes={a: 1, a: 2}", "key 'a' occurs twice"),
     "lists without end": (f"seed={'[' * 5000}", "sections and lists are nested too deep to be read"),
     "a key below a value": ("seed.low=1", "override 'seed.low=1': seed is 0, which holds no key 'low'"),

@@ -157,7 +157,7 @@ async def test_nothing_remains_after_the_end_of_the_pool() -> None:
 
 UNUSABLE = {
     "no such module": ("tests.unit.rewards.absent:score", r"cannot be imported: ModuleNotFoundError: No module named"),
-    "no such name": (f"{GRADERS}:scroe", r"graders:scroe cannot be imported: AttributeError: .* no attribute 'scroe'"),
+    "no such name": (f"{GRADERS}:scroe", r"graders:scroe: .*/graders.py has no function 'scroe'; name one that it"),
     "no function": (f"{GRADERS}:NUMBER", r"graders:NUMBER is a int and cannot be called: name a function"),
     "no such file": (
         "/absent/grading.py:score",

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from tidegate.config.base import ITEM, FileName, KeyPath
-from tidegate.config.reading.yaml_text import AmbiguousYaml, read_yaml
+from tidegate.config.reading.yaml_text import AmbiguousYaml, read_yaml, yaml_problem
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w,-]+)*")
 """Keys of RLinf's placements contain commas: `actor,rollout`."""
@@ -85,9 +85,9 @@ def parse_override(text: str) -> Override:
     except AmbiguousYaml as error:
         raise ValueError(f"override {text!r}: {error}") from error
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
         raise ValueError(
-            f"override {text!r}: the value is not YAML ({problem}); quote a text that contains signs of YAML"
+            f"override {text!r}: the value is not YAML ({yaml_problem(error)}); "
+            "quote a text that contains signs of YAML"
         ) from error
     return Override(text, tuple(key.split(".")), read)
 

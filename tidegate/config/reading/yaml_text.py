@@ -50,6 +50,8 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} (0x{error.object[error.start]:02x}) is no text in UTF-8"
     return " ".join(str(error).split())
 
 
