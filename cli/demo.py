@@ -263,7 +263,7 @@ def _reasons(last: Shown) -> list[str]:
     lines = [f"moves of iteration {number} under {last.policy}:"]
     lines += [f"  {each}: {_why(last.moves, each.transition)}" for each in found[:MOST_REASONS]]
     if len(found) > MOST_REASONS:
-        lines.append(f"  and {len(found) - MOST_REASONS} more: `tidegate why {last.config.job}` explains all")
+        lines.append(f"  and {len(found) - MOST_REASONS} more: `{last.folder.command('why')}` explains all")
     return [*lines, ""]
 
 

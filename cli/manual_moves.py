@@ -52,9 +52,8 @@ async def control_of_job(
             yield folder, control
     except PeerRefused as refused:
         if refused.error == _IMPOSSIBLE:
-            raise BadUsage(
-                f"job {job}: {refused.reason.replace('tidegate drain JOB', f'tidegate drain {job}')}"
-            ) from refused
+            reason = refused.reason.replace("tidegate drain JOB", folder.command("drain"))
+            raise BadUsage(f"job {job}: {reason}") from refused
         raise
 
 

@@ -23,7 +23,7 @@ Files of the job, over all its attempts:
   tokenizer.json    the tokenizer in use; its tokenizer_config.json is beside it, if it came with one
   endpoint.json     the address of the live job; private, removed when the job is over
   launcher.lock     locked while the job runs
-  nodes/            NODE/gate/: which process may use each GPU
+  nodes/            NODE/gate/: which process may use each GPU; removed with servers/
   engines/          NODE/INDEX/: config and log of the engine's server on that slot, if it has one
   servers/          data of the embedded NATS and Redis, private: tidegate prune removes it; --resume then goes on
                     from the newest checkpoint

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a tokenizer without a chat template": ([RIGHT], {"chat_template": "tokenizer"}, "the tokenizer has no template"),
     "a checksum of other data": ([RIGHT], {"checksum": "abc"}, "but data.checksum is abc: use the data"),
     "a reward that does not import": ([RIGHT], function("grade:score"), "grade:score cannot be imported: ModuleNotFou"),
-    "a reward that is not there": ([RIGHT], function("grading:scroe"), "grading:scroe cannot be imported: Attribut"),
+    "a reward that is not there": ([RIGHT], function("grading:scroe"), "grading.py has no function 'scroe'"),
     "a reward that is no function": (
         [RIGHT],
         function("grading:NUMBER"),

@@ -148,7 +148,9 @@ async def test_what_cannot_be_is_refused_in_the_schedulers_words_with_2(
     refusal = (grpc.StatusCode.INVALID_ARGUMENT, reason, "MoveRefused")
     command, *rest = arguments
     assert await commanded(folder, MovingScheduler(folder, refusal=refusal), command, *rest) == 2
-    want = "tidegate: job small: n0/1: drained by hand; `tidegate drain small n0/1 --undo` gives it back first\n"
+    drain = folder.command("drain")
+    assert drain == f"tidegate drain small --output-dir {folder.root.parent}"
+    want = f"tidegate: job small: n0/1: drained by hand; `{drain} n0/1 --undo` gives it back first\n"
     assert capsys.readouterr().err == want
 
 
