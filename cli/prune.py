@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidegate.gate import Gate
+from tidegate.gate import Gate, GateDamaged
 from tidegate.job import JobFolder
 from tidegate.launcher.lock import LOCK, job_lock
 from tidegate.launcher.outcome import End, Outcome
@@ -69,7 +69,7 @@ def prune(folder: JobFolder, *, with_resumable: bool, remove: bool) -> Pruned | 
                 return Pruned(job, state, size, False, note)
             if remove:
                 _remove(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, GateDamaged) as error:
         # Report it in the job's row: the stores of the other jobs can go.
         return Pruned(job, "unknown", size, False, str(error))
     return Pruned(job, state, size, True, "" if end is End.FINISHED else "it resumes from its newest checkpoint")

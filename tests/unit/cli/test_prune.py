@@ -97,6 +97,17 @@ def test_a_job_whose_gpu_is_still_held_keeps_its_store_and_its_gates(
     hold.close()
 
 
+def test_a_damaged_gate_keeps_its_job_and_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged, other = ended(tmp_path, "a", End.FINISHED), ended(tmp_path, "b", End.FINISHED)
+    path = damaged.node(NodeId("n0")) / "gate"
+    Gate(path).acquire(Grant(GpuId("n0/0"), Token(1, 57))).close()
+    (record,) = path.glob("*.json")
+    record.write_text("{")
+    rows = answers(capsys, tmp_path, "--yes")
+    assert [rows[job]["pruned"] for job in "ab"] == [False, True]
+    assert (damaged.servers.is_dir(), other.servers.exists()) == (True, False)
+
+
 def test_a_job_that_runs_keeps_its_store_whatever_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ended(tmp_path, "live", End.FINISHED)
     job = load_job(small_config(tmp_path, job="live"))
