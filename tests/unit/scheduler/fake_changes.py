@@ -124,10 +124,10 @@ class FakeChanges(FakeMembers):
             self.voice.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
 
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
-        assert lead.kept_on is not None, "an actor is resumed that was not suspended"
         if not lead.kept_on:
-            # A death that is not reported yet took the state along.
-            self.voice.fail_component(lead.instance, "the state that was kept is gone", incarnation=lead.incarnation)
+            # A death that is not reported yet took the state along, or an earlier resumption that the scheduler gave up
+            # before it heard of its end.
+            self.voice.fail_component(lead.instance, "no state is kept here", incarnation=lead.incarnation)
             return
         if not self._pass_gates(command, lead):
             return

@@ -161,6 +161,32 @@ def test_a_suspended_actor_whose_state_is_lost_costs_the_incarnation(case: str) 
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
 
 
+def test_an_actor_that_has_resumed_as_its_transition_is_aborted_goes_on_from_the_checkpoint() -> None:
+    drive, proposed = running()
+    # The state is on the first node alone.
+    propose(drive, proposed, actor=Placed(ACTOR[:1], Layout()))
+    propose(drive, proposed, actor=None)
+    proposed.placement = {}
+    drive.decide()
+    resumption = drive.state.transition_of(Role.ACTOR)
+    assert resumption is not None
+    # The lead has resumed, and the lease of the other node ends before anybody hears of it.
+    told = [event for event in drive.cluster.outbox if event.transition_id == resumption.id]
+    assert any(isinstance(event.body, ev.LayoutCommitted) for event in told)
+    for event in told:
+        drive.cluster.outbox.remove(event)
+    drive.cluster.lapse(instance_id(Role.ACTOR, NODES[1]))
+    deliver_all(drive)
+    for event in told:
+        drive.deliver(event)
+    proposed.trains = True
+
+    state = drive.run()
+
+    assert drive.cluster.store.records[resumption.id].outcome is Outcome.ABORTED
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+
+
 def test_an_actor_that_cannot_be_resumed_costs_the_incarnation_in_the_end() -> None:
     drive, proposed = running()
     propose(drive, proposed, actor=None)
