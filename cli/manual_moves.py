@@ -24,7 +24,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.control import control_of
 from tidegate.launcher.outcome import role_name
 from tidegate.ports.rpc import PeerRefused
-from tidegate.short_lists import first_few
+from tidegate.short_lists import counted, first_few
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
 _IMPOSSIBLE = "MoveRefused"
@@ -155,4 +155,4 @@ def _plan_text(row: dict[str, Any], form: Form) -> str:
     lists = ("leaves", "comes", "waits_for")
     steps = table([{**step, **{name: step[name] or None for name in lists}} for step in row["steps"]], STEP_COLUMNS)
     lasts = f"about {total_s:.1f} s one after the other, by the costs that policies plan with"
-    return f"{steps}\n\n{len(row['steps'])} transitions, {lasts}; nothing was changed"
+    return f"{steps}\n\n{counted(len(row['steps']), 'transition')}, {lasts}; nothing was changed"

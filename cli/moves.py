@@ -15,6 +15,7 @@ from typing import Any
 from cli.rows import Row
 from tidegate.job import JobFolder
 from tidegate.moves_log import Line, read_moves
+from tidegate.short_lists import counted
 
 MOVE_COLUMNS = ("transition", "iteration", "role", "change", "comes", "leaves", "outcome", "seconds")
 MOST_MOVES = 6
@@ -109,7 +110,7 @@ class Moves:
         """The summary for a person."""
         summary = self.summary()
         mid = summary["switch_s_median"]
-        text = f"{summary['moves']} moves in {summary['switch_s']:.1f} s of switches"
+        text = f"{counted(summary['moves'], 'move')} in {summary['switch_s']:.1f} s of switches"
         return text if mid is None else f"{text}, median {mid:.2f} s"
 
     def summary(self, iteration: int | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.launcher.lock import launcher_pid
+from tidegate.short_lists import counted
 from tidegate.timeline import Span, Window, chrome_trace, fill, mark_event, read_spans, state_lengths
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table, rendered
 from tidegate.types import GpuId
@@ -77,16 +78,16 @@ def as_trace(found: Timeline, moves: Moves) -> dict[str, Any]:
 def as_page(job: str, attempt: int, found: Timeline, moves: Moves) -> Page:
     wall_s = found.window.wall_ns / _NS_PER_S
     summary = moves.summary()
-    facts = f"{wall_s:.1f} s, {summary['moves']} moves in {summary['switch_s']:.1f} s of switches"
+    facts = f"{wall_s:.1f} s, {counted(summary['moves'], 'move')} in {summary['switch_s']:.1f} s of switches"
     rows = [
         [each.transition, str(each.iteration or 0), str(each), each.reason]
         for each in moves.moves
         if found.at_ns(each.at_ms) is not None
     ]
-    tables = [Table(f"{len(rows)} moves", ("transition", "iteration", "move", "reason"), rows, is_folded=True)]
+    tables = [Table(counted(len(rows), "move"), ("transition", "iteration", "move", "reason"), rows, is_folded=True)]
     strip = Strip(job, facts, found.window, found.lanes, _marks(found, moves), tables if rows else ())
     return Page(
-        title=f"{job}: attempt {attempt} on {len(found.lanes)} GPUs",
+        title=f"{job}: attempt {attempt} on {counted(len(found.lanes), 'GPU')}",
         subtitle=f"{wall_s:.1f} s of wall time",
         strips=[strip],
         head=[_shares(found)],

@@ -1,4 +1,4 @@
-"""Shortens long lists for a person: the first few items, and how many more there are."""
+"""Words for a person: the first few items of a long list and how many more there are, and counts of things."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def first_few(names: Iterable[str], *, most: int = 4) -> str:
     shown = list(names)
     rest = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + rest
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def first_lines(faults: Sequence[str], *, most: int) -> str:

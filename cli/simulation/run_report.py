@@ -14,6 +14,7 @@ from simulator.run import PolicyDecision, Run
 from simulator.scenario import Scenario
 from simulator.summary import NS_PER_S, Summary, lanes_of, summaries
 from simulator.used_assumptions import used_assumptions
+from tidegate.short_lists import counted
 from tidegate.timeline import Window, chrome_trace, mark_event
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table
 
@@ -68,7 +69,7 @@ def as_page(scenario: Scenario, runs: Sequence[Run]) -> Page:
     bound = f"no schedule ends before {runs[0].bound.bound_s:.1f} s"
     assumptions = [[row["key"], plain(row["value"]), row["source"]] for row in assumption_rows(scenario)]
     return Page(
-        title=f"{scenario.name}: one simulated iteration on {num_gpus:,} GPUs",
+        title=f"{scenario.name}: one simulated iteration on {counted(num_gpus, 'GPU')}",
         subtitle=f"{samples}, seed {runs[0].seed}; {bound} (lengths known, moves free, GPUs fractional)",
         strips=[_strip(run, summary, found[0].policy) for run, summary in zip(runs, found, strict=True)],
         head=[_summary_table(found)],
@@ -112,10 +113,10 @@ def _summary_table(found: Sequence[Summary]) -> Table:
 def _strip(run: Run, summary: Summary, first: str) -> Strip:
     facts = f"{run.iteration_s:.1f} s"
     facts += f", {summary.speedup:.2f} times as fast as {first}" if run.policy != first else ""
-    facts += f", {summary.over_bound_percent:.0f} % above the bound, {run.num_moves} moves"
+    facts += f", {summary.over_bound_percent:.0f} % above the bound, {counted(run.num_moves, 'move')}"
     rows = [[plain(value) for value in _decision_row(decided).values()] for decided in run.decisions]
     columns = ("at s", "rollout", "actor", "inference", "predicted end s", "reason")
-    decisions = Table(f"{len(rows)} decisions", columns, rows, is_folded=True)
+    decisions = Table(counted(len(rows), "decision"), columns, rows, is_folded=True)
     marks = sorted(_marks(run), key=lambda mark: mark.at_ns)
     return Strip(run.policy, facts, _window(run), lanes_of(run), marks, [decisions] if rows else [])
 

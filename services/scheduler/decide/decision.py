@@ -35,6 +35,7 @@ from services.scheduler.policy import Policy, Proposal
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
 from services.scheduler.state.remembered import Remembered
+from tidegate.short_lists import counted
 from tidegate.types import CommandId, Role
 
 Propose = Callable[[ClusterState, Policy, int], PolicyAnswer]
@@ -102,7 +103,7 @@ def _failed(state: ClusterState, failure: str) -> Decision:
         stop = cmd.StopJob(CommandId(f"{state.job}/{state.incarnation}/stop"), Phase.FAILED, failure)
         return Decision((stop,), (), f"the job fails: {failure}", state.remembered)
     kept = sorted(record.gpu for role in Role for record in state.records_of(role))
-    left = f"; {len(kept)} GPUs were not given back ({', '.join(kept)})" if kept else ""
+    left = f"; {counted(len(kept), 'GPU')} not given back ({', '.join(kept)})" if kept else ""
     return _finished(state, f"{state.message}; {failure}{left}")
 
 

@@ -40,6 +40,7 @@ from services.scheduler.policy.stages import layouts_of, remaining_work, slowest
 from services.scheduler.state.layouts import Replica, engine_size, placed_gpus, replica_size, replicas
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec
+from tidegate.short_lists import counted
 from tidegate.types import GpuId, NodeId, Role, node_of
 
 MIN_CANDIDATES, MAX_CANDIDATES = 3, 10
@@ -102,7 +103,7 @@ class DynaRLPolicy:
             reason = "all minibatches are done: every component is where it is placed"
             return self._chosen(situation, as_configured(situation.spec), memory, reason)
         if situation.moving:
-            return self._chosen(situation, assigned, memory, f"{len(situation.moving)} GPUs are on their way")
+            return self._chosen(situation, assigned, memory, f"{counted(len(situation.moving), 'GPU')} on the way")
         memory, reason = self._planned(situation, memory)
         is_free_to_move = training.is_at_boundary and (
             not memory.is_begun

@@ -33,6 +33,7 @@ from services.scheduler.state.layouts import Replica, engine_size, placed_gpus, 
 from services.scheduler.state.observed import Engine
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
+from tidegate.short_lists import counted
 from tidegate.types import GpuId, Role
 
 PRE_PROCESS_SHARE = 2
@@ -90,7 +91,7 @@ class RLinfPolicy:
             )
         if self.rules.use_pre_process_policy and len(actor.gpus) % engine_size(spec):
             raise ValueError(
-                f"rlinf: use_pre_process_policy lends the actor's {len(actor.gpus)} GPUs to engines of "
+                f"rlinf: use_pre_process_policy lends the actor's {counted(len(actor.gpus), 'GPU')} to engines of "
                 f"{engine_size(spec)}, which must divide them; change the placement or turn the policy off"
             )
 
@@ -109,7 +110,7 @@ class RLinfPolicy:
         if num_done <= memory.num_answered:
             return Choice(assigned, True, f"rlinf: as after minibatch {memory.num_answered}", memory)
         if situation.moving:
-            reason = f"rlinf: minibatch {num_done} is done, {len(situation.moving)} GPUs are on their way"
+            reason = f"rlinf: minibatch {num_done} is done, {counted(len(situation.moving), 'GPU')} on the way"
             return Choice(assigned, False, reason, memory)
         if num_done == situation.spec.num_minibatches:
             home = as_configured(situation.spec)

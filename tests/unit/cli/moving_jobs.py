@@ -76,7 +76,7 @@ LINES = (
         forecast_end_ms=START_MS + 4200,
         alternatives=[
             {"what": "the trainer starts in 0 s on 2 GPUs", "end_s": 4.0, "is_chosen": True},
-            {"what": "the trainer stays on 1 GPUs", "end_s": 6.5, "is_chosen": False},
+            {"what": "the trainer stays on 1 GPU", "end_s": 6.5, "is_chosen": False},
         ],
     ),
     step(210, "t4", acquiring=["n0/1"]),

@@ -78,7 +78,7 @@ def test_describe_shows_the_last_moves_and_the_seconds_of_an_iterations_switches
     out = capsys.readouterr().out
     assert "MOVES  SWITCH S" in out
     assert "small/1/t4" in out
-    assert "1 moves in 0.5 s of switches, median 0.50 s" in out
+    assert "1 move in 0.5 s of switches, median 0.50 s" in out
     assert main(["describe", "small", *where, "-o", "json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["moves"]["switch_s"] == 0.5

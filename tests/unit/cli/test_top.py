@@ -89,7 +89,7 @@ async def test_the_view_of_a_live_job_has_gpus_backlog_rates_and_the_last_moves(
         "drained by hand: n0/3",
         "waiting: 5 scored groups",
         "rollout: 2 of 3 sequences unfinished, 250 tokens/s",
-        "1 moves in 0.5 s of switches",
+        "1 move in 0.5 s of switches",
         "actor resize -n0/2 open: the actor grows",
         "last decision: tide: waits",
     ):

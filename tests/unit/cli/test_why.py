@@ -37,7 +37,7 @@ def test_a_decision_is_found_by_its_transition_its_gpu_or_its_iteration(
     assert row["outcome"] == OUTCOME
     assert [each["what"] for each in row["alternatives"]] == [
         "the trainer starts in 0 s on 2 GPUs",
-        "the trainer stays on 1 GPUs",
+        "the trainer stays on 1 GPU",
     ]
     (move,) = row["moves"]
     assert move["seconds"] == 0.5
@@ -52,7 +52,7 @@ def test_a_person_reads_what_was_seen_weighed_chosen_and_gained(
     for want in (
         "iteration 0: tide: minibatch 0 is next",
         "saw: 12 of 64 sequences unfinished, 7 of 16 groups ready, 1 of 4 minibatches done, 1234 tokens/s",
-        "the trainer stays on 1 GPUs",
+        "the trainer stays on 1 GPU",
         "move small/1/t4: actor resize +n0/1: committed in 0.50 s",
         "ended 4.5 s later, forecast 4.0 s; the best other way was forecast to take 6.5 s: it gained 2.0 s",
         "move small/1/t5: actor resize -n0/2: is open",

@@ -46,6 +46,7 @@ from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
 from services.scheduler.state.values import Placed
 from tidegate.ownership.records import Move, MoveState, Part, PartKind, PartState, Transition
+from tidegate.short_lists import counted
 from tidegate.types import GpuId, Grant, Role, instance_id, node_of
 
 
@@ -114,7 +115,7 @@ def changed(state: ClusterState, role: Role, transition: Transition, now_ms: int
         if move.state is MoveState.PLANNED
     )
     if steps:
-        return Needs(steps, (f"moves {len(steps)} GPUs of {transition.id}",))
+        return Needs(steps, (f"moves {counted(len(steps), 'GPU')} of {transition.id}",))
     return _asked(state, role, transition, now_ms)
 
 
@@ -136,7 +137,8 @@ def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int)
         command = cmd.ScaleDown(head, leaving, members, layout)
     else:
         command = cmd.Migrate(head, leaving, coming, members, layout)
-    note = f"the {role} changes to {layout} on {len(members)} GPUs ({len(coming)} come, {len(leaving)} leave)"
+    turnover = f"{len(coming)} come, {len(leaving)} leave"
+    note = f"the {role} changes to {layout} on {counted(len(members), 'GPU')} ({turnover})"
     return Needs((command,), (note,))
 
 

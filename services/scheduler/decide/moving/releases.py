@@ -29,6 +29,7 @@ from services.scheduler.state.components import Target
 from services.scheduler.state.layouts import Replica, in_rank_order, stays
 from services.scheduler.state.values import Placed
 from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
+from tidegate.short_lists import counted
 from tidegate.types import Grant, Role
 
 
@@ -54,7 +55,7 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
     if role is Role.ACTOR and state.phase is not Phase.RUNNING:
         return Needs((), ("the actor is suspended once the job runs",))
     if state.lead_of(role) is None:
-        return Needs((), (f"the {role} gives {len(grants)} GPUs back once it has a lead",))
+        return Needs((), (f"the {role} gives {counted(len(grants), 'GPU')} back once it has a lead",))
     if (paused := pause(state, role, now_ms)) is not None:
         return paused
     kind, layout, target = PartKind.SUSPEND, None, Target(None)
@@ -89,7 +90,7 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
         return Needs(failure=f"{transition.id} was not done by its deadline, {left}")
     if planned:
         steps = tuple(advance(transition, move, MoveState.DRAINING) for move in planned)
-        return Needs(steps, (f"drains {len(steps)} GPUs of the {role}",))
+        return Needs(steps, (f"drains {counted(len(steps), 'GPU')} of the {role}",))
     if not draining:
         return commit(transition, role, None)
     at_work = set(state.components[role].grants)
@@ -113,6 +114,6 @@ def _asked(state: ClusterState, role: Role, transition: Transition, working: tup
     if is_suspend:
         # Grants of ranks that died meanwhile stay in it: a command never changes under its id.
         leaving, _ = state.moving(role, transition)
-        return Needs((cmd.Suspend(head, leaving),), (f"suspends the actor on {len(leaving)} GPUs",))
+        return Needs((cmd.Suspend(head, leaving),), (f"suspends the actor on {counted(len(leaving), 'GPU')}",))
     down = cmd.ScaleDown(head, working, members=(), layout=None)
-    return Needs((down,), (f"stops the {role} on {len(working)} GPUs",))
+    return Needs((down,), (f"stops the {role} on {counted(len(working), 'GPU')}",))

@@ -37,6 +37,7 @@ from services.scheduler.state.components import Component, Target
 from services.scheduler.state.layouts import Replica, comes, in_rank_order, stays
 from services.scheduler.state.values import Placed, Snapshot
 from tidegate.ownership.records import Move, MoveState, Part, PartKind, Transition
+from tidegate.short_lists import counted
 from tidegate.types import CommandId, GpuId, Grant, Layout, Role, instance_id, node_of
 
 START_PAUSE_MS = 2_000
@@ -52,7 +53,7 @@ def planned_start(state: ClusterState, role: Role, placed: Placed, now_ms: int) 
     # A component that works needs the replicas that died. It can do without growing.
     is_needed = not component.is_up or component.layout == placed.layout
     if is_needed and component.num_failed_starts >= MAX_FAILED_STARTS:
-        times = f"the {role} failed to start {component.num_failed_starts} times in a row"
+        times = f"the {role} failed to start {counted(component.num_failed_starts, 'time')} in a row"
         return Needs(failure=f"{times}, the last time: {component.last_failure}; see its logs")
     paused = pause(state, role, now_ms)
     found = _there(state, role, missing)
@@ -111,7 +112,7 @@ def _plan(state: ClusterState, role: Role, placed: Placed, there: tuple[Replica,
         state,
         moves,
         part,
-        reason=f"{verb} the {role} on {len(gpus)} GPUs",
+        reason=f"{verb} the {role} on {counted(len(gpus), 'GPU')}",
         now_ms=now_ms,
         deadline_ms=change_deadline_ms(state) if is_change else None,
         target=Target(Placed(in_rank_order(after, placed), layout)),
@@ -134,7 +135,7 @@ def pause(state: ClusterState, role: Role, now_ms: int) -> Needs | None:
     if known is not None and now_ms >= known.due_ms:
         return None
     wait_ms = START_PAUSE_MS * START_PAUSE_GROWTH ** (min(num_failed, MAX_FAILED_STARTS) - 1)
-    note = f"the {role} failed to start {num_failed} times and pauses {wait_ms / 1000:g} s"
+    note = f"the {role} failed to start {counted(num_failed, 'time')} and pauses {wait_ms / 1000:g} s"
     return Needs((cmd.Await(CommandId(key), f"the {role} to be started again", wait_ms),), (note,))
 
 
@@ -145,7 +146,7 @@ def started(state: ClusterState, role: Role, transition: Transition, now_ms: int
     )
     is_overdue = now_ms >= transition.deadline_unix_ms
     if steps and not is_overdue:
-        return Needs(steps, (f"hands {len(steps)} GPUs to the {role}",))
+        return Needs(steps, (f"hands {counted(len(steps), 'GPU')} to the {role}",))
     component, layout = state.components[role], transition.part(role).new_layout
     coming = tuple(Grant(move.gpu, move.token) for move in transition.moves)
     if layout is None or (component.is_up and set(coming) <= set(component.grants)):
@@ -159,10 +160,10 @@ def started(state: ClusterState, role: Role, transition: Transition, now_ms: int
     members = ranked(state, transition, (*component.grants, *coming))
     if role is Role.ACTOR and transition.part(role).kind is PartKind.RESUME:
         resume = cmd.Resume(head, members, layout)
-        return Needs((resume,), (f"resumes the actor on {len(members)} GPUs",))
+        return Needs((resume,), (f"resumes the actor on {counted(len(members), 'GPU')}",))
     return Needs(
         (scale_up(state, role, head, coming, members, layout),),
-        (f"starts the {role} on {len(coming)} GPUs, {len(members)} in all",),
+        (f"starts the {role} on {counted(len(coming), 'GPU')}, {len(members)} in all",),
     )
 
 

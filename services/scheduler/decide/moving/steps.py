@@ -18,6 +18,7 @@ from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import Target, node_of_instance
 from tidegate.ownership import transitions as rules
 from tidegate.ownership.records import GpuRecord, Move, MoveState, Part, Transition
+from tidegate.short_lists import counted
 from tidegate.types import CommandId, Layout, NodeId, Role
 
 TRANSITION_DEADLINES = MAX_ISSUES + 1
@@ -42,7 +43,7 @@ def close(transition: Transition) -> Needs:
     lost until their gate says that nobody holds them."""
     outcome = rules.earned_outcome(transition)
     command = cmd.CloseTransition(CommandId(f"{transition.id}/close/{outcome}"), transition.id, outcome)
-    return Needs((command,), (f"ends {transition.id} {outcome} ({len(transition.moves)} GPUs)",))
+    return Needs((command,), (f"ends {transition.id} {outcome} ({counted(len(transition.moves), 'GPU')})",))
 
 
 def advance(transition: Transition, move: Move, to_state: MoveState) -> cmd.AdvanceMove:

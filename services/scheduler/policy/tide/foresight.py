@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import Found, best_of, family, search
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
+from tidegate.short_lists import counted
 from tidegate.types import GpuId
 
 WORTH_SEARCHING = 1.02
@@ -152,7 +154,7 @@ class Foresight:
         now, then = cluster.units(np.array([cluster.num_trainer_gpus, found.plan.trainer[0, 0]]))
         least_s = self._least_s(float(cluster.switch_s[now, then]))
         does_stay = stays.score_s <= found.score_s + least_s
-        what = f"the trainer stays on {cluster.num_trainer_gpus} GPUs (a move must gain {least_s:.1f} s)"
+        what = f"the trainer stays on {counted(cluster.num_trainer_gpus, 'GPU')} (a move must gain {least_s:.1f} s)"
         return _of_two(found, stays, what, is_other=does_stay)
 
     def _or_wait(self, forecast: Forecast, found: Found) -> Found:
@@ -188,8 +190,14 @@ def alternative(what: str, found: Found, *, is_chosen: bool) -> Alternative:
 
 def _told(found: Found) -> str:
     """A plan that was searched, in short."""
-    trainer = ", ".join(str(int(gpus)) for gpus in found.plan.trainer[0])
-    return f"the trainer starts in {float(found.plan.start_s[0]):.0f} s on {trainer} GPUs"
+    starts_s, stages = float(found.plan.start_s[0]), [int(gpus) for gpus in found.plan.trainer[0]]
+    return f"the trainer starts in {starts_s:.0f} s on {stages_text(stages)}"
+
+
+def stages_text(num_gpus: Sequence[int]) -> str:
+    """The trainer's GPUs in the stages of a plan."""
+    *before, last = num_gpus
+    return ", ".join([*map(str, before), counted(last, "GPU")])
 
 
 def _of_two(found: Found, other: Found, what: str, *, is_other: bool) -> Found:

@@ -44,13 +44,14 @@ from services.scheduler.policy.tide.cluster import (
     num_idle_engines,
     unit_size,
 )
-from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned
+from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned, stages_text
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.prompt_order import order_back, short_between_long
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured
 from services.scheduler.state.values import JobSpec
+from tidegate.short_lists import counted
 from tidegate.types import GpuId, Role
 
 SOON_S = 0.5
@@ -131,7 +132,8 @@ class TidePolicy:
         is_as_planned: bool,
     ) -> Choice:
         if not can_train(situation, len(there)):
-            return _chosen(situation, assigned, memory, f"{len(there)} GPUs, too few for a copy of the trainer")
+            too_few = f"{counted(len(there), 'GPU')}, too few for a copy of the trainer"
+            return _chosen(situation, assigned, memory, too_few)
         is_due = not situation.num_unfinished or _is_due(situation, memory)
         weighed: tuple[Alternative, ...] = ()
         if is_due or not (is_as_planned and self._is_fresh(situation, memory)):
@@ -372,7 +374,7 @@ def _chosen(
 def _described(situation: Situation, memory: TideMemory) -> str:
     plan = memory.plan
     assert plan is not None, "asked once it is planned"
-    trainer = ", ".join(str(stage.num_trainer_gpus) for stage in plan.stages)
+    trainer = stages_text([stage.num_trainer_gpus for stage in plan.stages])
     starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
     wait = ", the last once the rollout is over" if plan.waits else ""
-    return f"the trainer starts in {starts_s:.0f} s on {trainer} GPUs{wait}; the iteration ends in {ends_s:.0f} s"
+    return f"the trainer starts in {starts_s:.0f} s on {trainer}{wait}; the iteration ends in {ends_s:.0f} s"

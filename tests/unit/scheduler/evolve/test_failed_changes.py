@@ -86,4 +86,4 @@ def test_a_stop_that_is_not_done_by_its_deadline_ends_the_job_with_what_was_not_
     (finish,) = decision.commands
     assert isinstance(finish, cmd.FinishJob)
     assert f"{transition.id} was not done by its deadline, 2 of 2 GPUs still draining" in finish.message
-    assert "2 GPUs were not given back (n0/2, n1/2)" in finish.message
+    assert "2 GPUs not given back (n0/2, n1/2)" in finish.message
