@@ -69,8 +69,14 @@ _LR = "lr"
 """The key in the trainer's cursor of the state's learning-rate progress, as the mark of the lead's ledger."""
 _RISE_STEPS = 20
 """The learning rate rises over this many steps of the warm-up: Adam's moments mean little before."""
-_STATE_FROM = {"agreed": SlotState.BUILDING, "transferring": SlotState.TRANSFERRING, "copied": SlotState.SWITCHING}
-"""The slot's state from a point of a reshard on, until the next of them."""
+_STATE_FROM = {
+    "agreed": SlotState.BUILDING,
+    "transferring": SlotState.TRANSFERRING,
+    "copied": SlotState.SWITCHING,
+    "proving": SlotState.SWITCHING,
+}
+"""The slot's state from a point of a reshard on, until the next of them. A late proof breaks into other work, which
+goes on once it is "proved"."""
 
 
 class _PreparedReshard(NamedTuple):
@@ -92,6 +98,8 @@ class TrainerWorker:
         self._trainer: MegatronTrainer | None = None
         self._open: _PreparedReshard | None = None
         self._last_committed = ""
+        self._broken_into: str = SlotState.TRAINING
+        """The state of the slot before a late proof."""
         self._keeper = Keeper()
         self._last_update = wire.UpdateReport()
         self._open_update = ""
@@ -183,8 +191,13 @@ class TrainerWorker:
         return choice.reason
 
     def _at_point(self, point: str) -> None:
-        if (state := _STATE_FROM.get(point)) is not None:
-            self._channel.clock.go_over(state)
+        clock = self._channel.clock
+        if point == "proving":
+            self._broken_into = clock.state
+        if point == "proved":
+            clock.go_over(self._broken_into)
+        elif (state := _STATE_FROM.get(point)) is not None:
+            clock.go_over(state)
 
     def _start(self, call: wire.WorkerCall) -> Answer:
         start, elastic = call.start_actor, self._member().elastic

@@ -197,6 +197,25 @@ async def test_a_member_that_dies_once_a_resize_is_committed_is_replaced_in_the_
 
 @pytest.mark.long
 @pytest.mark.parametrize("gpu", ["n0/0", "n1/1"])
+async def test_a_member_that_dies_before_a_switch_is_proved_costs_no_sample(
+    want_checksum: str, tmp_path: Path, gpu: str
+) -> None:
+    async with running(small_job("plain"), tmp_path) as job:
+        scorer = await _held_before_updates(job)
+        await _ask_resize(job, Layout(tp=2, pp=2), *SLOTS)
+        await job.until(_replaced)
+        victim = job.worker(gpu)
+        # No rank leaves, so the switch is proved with the first portion. The others wait in it for this one.
+        victim.suspend()
+        scorer.resume()
+        await job.until(scored(0))
+        victim.kill()
+        await _finished(job, want_checksum, incarnations={1})
+    assert _layouts(job) == [list(SLOTS)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", ["n0/0", "n1/1"])
 async def test_a_rank_that_dies_as_another_is_brought_back_is_brought_back_as_well(
     want_checksum: str, tmp_path: Path, gpu: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.integration.actor.real_workers import PATIENCE_S, real_workers, trained
 from tests.unit.actor.actor_bench import FIRST, MOVING, SECOND
 from tests.unit.actor.resize_bench import SPARE
+from tidegate.timeline import read_spans
 from tidegate.types import Layout
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,6 +49,12 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 async def test_a_foreseen_switch_uses_what_was_built_ahead(tmp_path: Path, want: str) -> None:
     assert await _grown(tmp_path) == (True, want)
+    follows = {
+        (before.state, after.state)
+        for spans in read_spans(tmp_path / "timeline").values()
+        for before, after in pairwise(spans)
+    }
+    assert ("training", "switching") in follows, "the time of the proof is the switch's"
 
 
 @pytest.mark.long
