@@ -30,6 +30,7 @@ from cli.timeline import TimelineForm, timeline_text
 from cli.top import top
 from cli.usage import BadUsage, Parser, seed
 from cli.why import Question, why
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.control import NotRunning
@@ -154,7 +155,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"tidegate {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, description: str, *, output_dir: str | None = "jobs") -> argparse.ArgumentParser:
+    def command(name: str, description: str, *, output_dir: str | None = OUTPUT_DIR) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=description, description=description)
         added.add_argument(
             "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of the output"
@@ -231,7 +232,7 @@ def _add_explaining(
     )
     lanes.add_argument("--attempt", type=_count, metavar="N", help="the job's start N (default: the last)")
     where = "the folder of the jobs' folders, relative to the one you type this in (default: jobs)"
-    lanes.add_argument("--output-dir", default="jobs", help=where)
+    lanes.add_argument("--output-dir", default=OUTPUT_DIR, help=where)
 
 
 def _count(text: str) -> int:

@@ -35,6 +35,7 @@ from cli import jobs
 from cli.moves import Moves, moves_of
 from cli.rows import Form, Row, table, written
 from cli.run_commands import exit_code, print_tables, request_of, run_shown, tell_end
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.files import Sources, load_sources
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
@@ -107,7 +108,7 @@ def demo(args: argparse.Namespace, form: Form) -> int:
     if args.resume and args.seed is None:
         configs = _with_seed_of_last_start(configs)
     command = ["tidegate", "demo"] + ([] if args.policy is None else ["--policy", args.policy])
-    if args.output_dir != "jobs":
+    if args.output_dir != OUTPUT_DIR:
         command += ["--output-dir", args.output_dir]
 
     def run(config: JobConfig, start: Start) -> Outcome:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.sections.job import RuntimeSection
 from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
@@ -52,7 +53,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path("jobs")) -> list[Finding]:
+def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path(OUTPUT_DIR)) -> list[Finding]:
     """All findings, in a fixed order. `output_dir` need not exist yet."""
     checks: list[Callable[[], Finding]] = [
         _python,

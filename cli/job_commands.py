@@ -18,6 +18,7 @@ from cli.doctor import Finding, Health, examine
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
 from cli.rows import Form, Row, answer_text, show, table, written
 from cli.selection import Selection
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
@@ -34,7 +35,7 @@ def doctor(words: list[str], output_dir: str | None, form: Form) -> int:
     checks are those of a job with default folders.
     """
     if not words:
-        return _show_findings(examine(output_dir=Path(output_dir or "jobs")), form)
+        return _show_findings(examine(output_dir=Path(output_dir or OUTPUT_DIR)), form)
     sourced = load_sources(sources_of(words, {} if output_dir is None else {"output_dir": output_dir}))
     config = sourced.config
     findings = examine(output_dir=Path(config.output_dir), host_memory_root=Path(config.runtime.host_memory_root))

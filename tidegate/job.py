@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tidegate.attempts import AttemptFolder, newest_attempt
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.checks.evaluation import longest_evaluated
 from tidegate.config.checks.layouts import layout_fault
@@ -37,10 +38,6 @@ _NUM_PROMPTS_CHECKED = 256
 
 The engine refuses a longer prompt that comes later.
 """
-
-
-OUTPUT_DIR = "jobs"
-"""Where a command looks for a job's folder that names no other place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +124,10 @@ class JobFolder:
         """Metrics of iterations, one file for each start of the job. Only with `tracking.tensorboard`."""
         return self.root / "tensorboard"
 
-    def command(self, verb: str) -> str:
-        """`tidegate VERB JOB` as it works where this process was started."""
+    def command(self, verb: str, *words: str) -> str:
+        """`tidegate VERB JOB WORDS` as it works where this process was started."""
         elsewhere = [] if self.root.parent == Path(OUTPUT_DIR).resolve() else ["--output-dir", str(self.root.parent)]
-        return shlex.join(["tidegate", verb, self.root.name, *elsewhere])
+        return shlex.join(["tidegate", verb, self.root.name, *words, *elsewhere])
 
     def node(self, node: NodeId) -> Path:
         """The files of a node on its local disk: the gate's lock files."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cli.jobs import job_folder
 from cli.usage import Parser, seed
+from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.event_file import BadRecord, read_record
@@ -100,7 +101,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     calibrate.add_argument(
         "jobs", metavar="JOB", nargs="+", help="a job's name; several runs of one config are fitted together"
     )
-    calibrate.add_argument("--output-dir", default="jobs", help="the folder of the jobs' folders (default: jobs)")
+    calibrate.add_argument("--output-dir", default=OUTPUT_DIR, help="the folder of the jobs' folders (default: jobs)")
     _add_form(calibrate, "yaml", "table", "json")
 
 

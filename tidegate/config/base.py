@@ -17,6 +17,8 @@ KeyPath = tuple[str | int, ...]
 """The names from the top of a config down to one key. A number is a place in a list."""
 ITEM = "[]"
 """Stands for any place of a list in a key path of `fields_of`."""
+OUTPUT_DIR = "jobs"
+"""The folder of the jobs' folders where a config or a command names no other."""
 
 
 @dataclass(frozen=True, slots=True)

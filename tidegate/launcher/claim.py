@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
@@ -171,7 +172,7 @@ def refuse_running(folder: JobFolder) -> None:
     """CannotStart while a launcher runs the job. Check this first: other refusals may only follow from it."""
     pid = launcher_pid(folder)
     if pid is not None:
-        raise CannotStart(_running(folder.root.name, pid))
+        raise CannotStart(_running(folder, pid))
 
 
 def write_private(path: Path, text: str) -> None:
@@ -183,9 +184,10 @@ def write_private(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _running(job: str, pid: str) -> str:
+def _running(folder: JobFolder, pid: str) -> str:
     return (
-        f"job {job} already runs, in the launcher with pid {pid}: wait for its end or cancel it (tidegate cancel {job})"
+        f"job {folder.root.name} already runs, in the launcher with pid {pid}: wait for its end or cancel it "
+        f"({folder.command('cancel')})"
     )
 
 
@@ -305,12 +307,13 @@ def _as_yaml(value: Any) -> str:
 
 
 def _refuse_unmakeable(root: Path) -> None:
-    nearest = next(path for path in (root, *root.parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise CannotStart(
-            f"the job's folder {root} cannot be made ({nearest} is no folder that can be written to): choose another "
-            "output folder"
-        )
+    """Try it with a folder that is removed at once: rights alone do not tell of /proc, or of a disk that is full."""
+    try:
+        nearest = next(path for path in (root, *root.parents) if path.exists())
+        with TemporaryDirectory(prefix=".tidegate-", dir=nearest):
+            pass
+    except OSError as error:
+        raise _unmakeable(root, error) from error
 
 
 def _refuse_others_memory(folder: Path) -> None:
@@ -322,9 +325,11 @@ def _make_folder(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotStart(
-            f"the job's folder {root} cannot be made ({error.strerror}): choose another output folder"
-        ) from error
+        raise _unmakeable(root, error) from error
+
+
+def _unmakeable(root: Path, error: OSError) -> CannotStart:
+    return CannotStart(f"the job's folder {root} cannot be made ({error.strerror}): choose another output folder")
 
 
 @contextmanager
@@ -334,7 +339,7 @@ def _lock(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CannotStart(_running(path.parent.name, holder_of(fd))) from None
+            raise CannotStart(_running(JobFolder(path.parent), holder_of(fd))) from None
         yield fd
     finally:
         os.close(fd)

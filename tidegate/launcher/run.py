@@ -307,7 +307,7 @@ class _Run:
                 log = services.log_of(ended.name)
                 raise RunBroken(
                     f"{ended.name} {_how(ended)}{_last_words(log)} and is not started again; see {log} and "
-                    f"tidegate logs {self._config.job} {ended.name}"
+                    f"{self._folder.command('logs', ended.name)}"
                 )
             self._view.note(f"{ended.name} {_how(ended)}; started again in {ended.restarts_in_s:g} s")
 

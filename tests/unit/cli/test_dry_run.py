@@ -88,7 +88,11 @@ REFUSED = {
         "any local folder where there is none [override runtime.host_memory_root]",
     ),
     "nothing to resume": (("--resume",), "there is nothing to resume"),
-    "a folder that cannot be made": (("--output-dir", os.devnull), "cannot be made (/dev/null is no folder"),
+    "a folder that cannot be made": (("--output-dir", os.devnull), "cannot be made (Not a directory): "),
+    "a folder that is no place for files": (
+        ("--output-dir", "/proc/jobs"),
+        "cannot be made (No such file or directory): ",
+    ),
 }
 
 

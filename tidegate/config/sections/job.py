@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tidegate.config.base import ConfigPath, Count, GpuList, Nodes, NonNegativeFloat, Positive, PositiveFloat
+from tidegate.config.base import (
+    OUTPUT_DIR,
+    ConfigPath,
+    Count,
+    GpuList,
+    Nodes,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+)
 from tidegate.config.base import Section as _Section
 from tidegate.config.engines.registry import RolloutSection
 from tidegate.config.gpu_lists import gpu_indices
@@ -261,7 +270,7 @@ class ServersSection(_Section):
 class JobSections(_Section):
     job: str
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    output_dir: str = "jobs"
+    output_dir: str = OUTPUT_DIR
     cluster: ClusterSection
     model: ModelSection
     task: TaskSection | None = None
