@@ -2,8 +2,8 @@
 
 The job is that of `benchmarks.iteration`, on modelled slots in arrival order. One run of it under `static`, of
 `NUM_FITTED` iterations, calibrates the simulator (`tidegate calibrate`): the law of lengths and the sync are fitted,
-steps have the law of the pace, and switches the job's assumption. The other runs have other lengths, and each is under one of `POLICIES`. The seconds of a
-run are the median of its iterations:
+steps have the law of the pace, and switches the job's assumption. The other runs have other lengths, and each is under
+one of `POLICIES`. The seconds of a run are the median of its iterations:
 
     X_error             = |median(simulated_s) / median(real_s) - 1| under policy X; lengths drawn by the fitted law
     X_error_of_lengths  the same, with the lengths of the real runs: without the chance of the draws
