@@ -195,7 +195,9 @@ def _told(found: Found) -> str:
 
 
 def stages_text(num_gpus: Sequence[int]) -> str:
-    """The trainer's GPUs in the stages of a plan."""
+    """The trainer's GPUs in the stages of a plan, which has none once the last minibatch is over."""
+    if not num_gpus:
+        return "no GPU"
     *before, last = num_gpus
     return ", ".join([*map(str, before), counted(last, "GPU")])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.policy.situation import Choice, Situation
-from services.scheduler.policy.tide.foresight import TideRules
+from services.scheduler.policy.tide.foresight import TideRules, stages_text
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.costs import Rates
@@ -423,3 +423,10 @@ def test_a_trainer_with_carried_gradients_does_not_lend_its_gpus() -> None:
     goes_on, lends = POLICY.choose(carrying), POLICY.choose(situation)
     assert (goes_on.assignment.trainer is not None, goes_on.trains) == (True, True)
     assert lends.assignment.trainer is None
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "want"), [((), "no GPU"), ((1,), "1 GPU"), ((1, 2), "1, 2 GPUs"), ((4, 1), "4, 1 GPU")]
+)
+def test_the_stages_of_a_plan_are_told_also_where_no_minibatch_is_left(num_gpus: tuple[int, ...], want: str) -> None:
+    assert stages_text(num_gpus) == want
