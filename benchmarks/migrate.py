@@ -83,7 +83,15 @@ def instance_of(job: JobId, node: NodeId, folder: Path, of: Bench[RolloutLead, R
 
     workers = LocalWorkers(home, gate=gate, launcher=SubprocessLauncher(allow=("benchmarks.",)), on_death=died)
     snapshots = SnapshotStore(snapshot_root(of.config, node), node=node, source=GrpcShardSource(_no_channel))
-    return LocalInstance(job, node=node, workers=workers, gate=gate, snapshots=snapshots, timeout_s=60.0)
+    return LocalInstance(
+        job,
+        node=node,
+        gpus=of.config.cluster.gpus(),
+        workers=workers,
+        gate=gate,
+        snapshots=snapshots,
+        timeout_s=60.0,
+    )
 
 
 def _no_channel(endpoint: str) -> Any:

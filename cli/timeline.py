@@ -146,7 +146,7 @@ def _timeline(folder: JobFolder, attempt: AttemptFolder) -> Timeline:
         )
     every = [span for each in spans.values() for span in each]
     window = Window(min(span.start_ns for span in every), max(span.end_ns for span in every))
-    gpus = JobConfig.from_json(folder.config.read_text()).cluster.gpus()
+    gpus = JobConfig.read(folder.config).cluster.gpus()
     is_live = launcher_pid(folder) is not None
     # The machine's clocks tell the offset as long as it has not restarted, which a killed run may have survived.
     start_unix_ns = time.time_ns() - time.monotonic_ns() + window.start_ns if is_live else None

@@ -95,7 +95,7 @@ def _of_transition(found: Moves, name: str) -> Line:
 
 
 def _gpu(folder: JobFolder, name: str) -> str:
-    gpus = [str(gpu) for gpu in JobConfig.from_json(folder.config.read_text()).cluster.gpus()]
+    gpus = [str(gpu) for gpu in JobConfig.read(folder.config).cluster.gpus()]
     chosen = [gpu for gpu in gpus if name in (gpu, gpu.rpartition("/")[2])]
     if len(chosen) != 1:
         fault = "is on several nodes" if chosen else "is not one of the job's"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.cell_store import COUNTS_PER_TERM, CellStore
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.checksums import combined_checksum
@@ -256,7 +256,7 @@ class Bench(Generic[L, W]):
             job=JOB,
             incarnation=incarnation,
             transition_id=transition,
-            lead_epoch=len(self.leads),
+            lead_epoch=COUNTS_PER_TERM + len(self.leads),
             instances=[
                 commands_pb2.InstanceAddress(instance=instance_id(self.role, node), endpoint=f"at-{node}", boot=1)
                 for node in self.instances

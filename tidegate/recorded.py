@@ -138,11 +138,9 @@ def joined(runs: Sequence[RecordedRun]) -> RecordedRun:
 
 def _config(path: Path) -> JobConfig:
     try:
-        return JobConfig.from_json(path.read_text())
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise NotRecorded(
-            f"{path}: {'; '.join(str(error).splitlines())}; calibrate by the release that ran the job"
-        ) from error
+        return JobConfig.read(path)
+    except ConfigError as error:
+        raise NotRecorded(f"{error}, or calibrate by the release that ran the job") from error
 
 
 def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:

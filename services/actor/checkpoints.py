@@ -13,6 +13,7 @@ Invariants:
 - A folder with its final name never changes. [test_checkpoints: repeat_changes_nothing]
 - All files of a checkpoint are checked before it is used. [test_checkpoints: damaged_file_is_named]
 - The newest checkpoint is never removed. [test_checkpoints: newest_stay]
+- A checkpoint that cannot be used is set aside, not removed. [test_checkpoints: falls_back_to_the_newest_sound]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ _FORMAT_WITHOUT_LR = 2
 """The format before this one. Its learning rate followed the number of trained samples."""
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
+_SET_ASIDE = ".damaged"
 
 
 class CheckpointError(ValueError):
@@ -114,14 +117,39 @@ class CheckpointStore:
     def path(self, name: str) -> Path:
         return self._folder / name
 
+    def load_newest(self, name: str) -> tuple[Checkpoint, tuple[str, ...]]:
+        """The checkpoint of this name, or the newest older one that is sound. Returns the faults of those passed over.
+
+        They get another name, so that they are found no more and stay for a person to look at. Raises CheckpointError,
+        that of the first, where none is sound: then nothing was changed."""
+        place = place_of(name)
+        older = [each for each in self.names() if place and _is_before(place_of(each), place)]
+        faults: list[CheckpointError] = []
+        bad: list[str] = []
+        for each in (name, *reversed(older)):
+            try:
+                found = self.load(each)
+            except CheckpointError as error:
+                faults.append(error)
+                bad.append(each)
+                continue
+            for damaged in bad:
+                self._set_aside(damaged)
+            return found, tuple(map(str, faults))
+        raise faults[0]
+
+    def _set_aside(self, name: str) -> None:
+        with suppress(OSError):  # it is gone, or another of its name is set aside
+            os.rename(self._folder / name, self._folder / f"{name}{_SET_ASIDE}")
+
     def load(self, name: str) -> Checkpoint:
         """Read and check a checkpoint.
 
         Raises CheckpointError when it is incomplete, damaged or of an unknown format."""
         folder = self._folder / name
         try:
-            raw: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            raw: dict[str, Any] = dict(json.loads((folder / _MANIFEST).read_text()))
+        except (OSError, ValueError, TypeError) as error:
             known = ", ".join(self.names()) or "none"
             raise CheckpointError(
                 f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
@@ -134,11 +162,16 @@ class CheckpointStore:
         try:
             ledger = SampleLedger.from_json(raw["ledger"])
             lr = _lr_ledger(raw.get("lr"))
+            files = tuple(WrittenFile(**file) for file in raw["files"])
+            next_iteration, version, layout = int(raw["next_iteration"]), int(raw["version"]), Layout(**raw["layout"])
         except (LedgerError, LrError) as error:
             raise CheckpointError(f"checkpoint {folder}: {error}; resume from another one") from error
-        files = tuple(WrittenFile(**file) for file in raw["files"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} has a damaged manifest ({type(error).__name__}: {error}); resume from another one"
+            ) from error
         _check_files(folder, files)
-        return Checkpoint(raw["next_iteration"], raw["version"], Layout(**raw["layout"]), ledger, files, lr)
+        return Checkpoint(next_iteration, version, layout, ledger, files, lr)
 
 
 def _lr_ledger(written: Any) -> LrLedger | None:
@@ -149,11 +182,16 @@ def _lr_ledger(written: Any) -> LrLedger | None:
         return None
 
 
+def _is_before(place: tuple[int, int] | None, other: tuple[int, int]) -> bool:
+    """Whether it is an earlier state of the same lineage. A later incarnation superseded what is ahead of it."""
+    return place is not None and place < other and place[1] <= other[1]
+
+
 def files_of(folder: Path) -> dict[str, str]:
     """The checksums of a complete checkpoint's files, by name. Raises CheckpointError."""
     try:
         return {file["file"]: file["checksum"] for file in json.loads((folder / _MANIFEST).read_text())["files"]}
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable manifest ({error})") from error
 
 

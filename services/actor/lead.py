@@ -203,7 +203,9 @@ class ActorLead(Lead):
     async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
         checkpoint = None
         if request.checkpoint:
-            checkpoint = await asyncio.to_thread(self._checkpoints.load, request.checkpoint)
+            checkpoint, faults = await asyncio.to_thread(self._checkpoints.load_newest, request.checkpoint)
+            for fault in faults:
+                self._log.error("checkpoint passed over", goes_on_from=checkpoint.name, fault=fault)
         self._lr = ledger_of(self.job.config, checkpoint)
         members = decode_grants(request.members)
         await self._world.begin(self.incarnation)
@@ -214,7 +216,7 @@ class ActorLead(Lead):
         start = wire.StartActor(
             layout=encode_layout(self._ranks.layout),
             config_json=request.config_json,
-            checkpoint_dir=str(self._checkpoints.path(request.checkpoint)) if checkpoint else "",
+            checkpoint_dir=str(self._checkpoints.path(checkpoint.name)) if checkpoint else "",
             ranks=self._world.ids(members),
         )
         # Standbys get the call too: all members of a world learn where the state is.

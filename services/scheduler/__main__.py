@@ -90,7 +90,7 @@ def main() -> None:
         "--boot", type=int, default=0, help="decide nothing before the submission of this launcher's boot"
     )
     args = parser.parse_args()
-    config = JobConfig.from_json(args.config.read_text())
+    config = JobConfig.read(args.config)
     configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
     # A collection of all generations held up a command by some 30 ms. States form no cycles that it would have to find.
     gc.freeze()

@@ -27,6 +27,10 @@ class World(Protocol):
         """Restart the server with its data."""
         ...
 
+    async def lose_data(self) -> None:
+        """Restart the server without its data."""
+        ...
+
     def lose_next_answer(self) -> None:
         """Let the next write take effect, but lose its answer."""
         ...
@@ -52,6 +56,9 @@ class MemoryWorld:
 
     async def restart(self) -> None:
         self._server.restart()
+
+    async def lose_data(self) -> None:
+        self._server.lose_data()
 
     def lose_next_answer(self) -> None:
         self._server.num_answers_to_lose = 1
@@ -92,6 +99,11 @@ class RedisWorld:
 
     async def restart(self) -> None:
         await self._restart()
+
+    async def lose_data(self) -> None:
+        await self._restart()
+        with Redis(port=self._server.port) as raw:
+            raw.flushall()
 
     def lose_next_answer(self) -> None:
         self._proxy.num_answers_to_lose = 1

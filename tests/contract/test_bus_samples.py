@@ -17,6 +17,7 @@ from tests.contract.bus_bench import (
     open_bench,
     publish_groups,
 )
+from tidegate.adapters import subjects
 from tidegate.codec import WireError
 from tidegate.ports.bus import JobNotOpen, Stage
 from tidegate.types import JobId
@@ -185,6 +186,16 @@ async def test_settling_a_group_twice_or_after_a_purge_is_harmless(bench: Bench)
     await bench.bus.samples.purge(bench.job, incarnation=1, iteration=1)
     await second.ack()
     assert await consumer.fetch(2, timeout_s=SOON_S) == []
+
+
+async def test_messages_of_strangers_among_the_samples_hinder_nobody(bench: Bench) -> None:
+    await publish_groups(bench, 1)
+    one = subjects.group_subject(bench.job, Stage.GENERATED, incarnation=1, iteration=0, prompt=1)
+    for stranger in (one.replace("generated", "foreign"), f"{one}.more", one.replace(".1.0.1", ".1.0.one")):
+        await bench.publish_raw(stranger, b"\xff")
+    assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == {1}
+    await bench.bus.samples.purge(bench.job, incarnation=2, iteration=0)
+    assert await bench.bus.samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == set()
 
 
 async def test_a_purge_removes_what_a_checkpoint_covers_and_nothing_later(bench: Bench) -> None:

@@ -75,6 +75,22 @@ async def test_a_job_that_was_not_opened_is_named_in_the_error(bench: Bench) -> 
             await call()
 
 
+async def test_a_job_whose_streams_are_gone_is_not_taken_for_an_open_one(bench: Bench) -> None:
+    await bench.bus.streams.require_job(bench.job)
+    with pytest.raises(JobNotOpen, match="_LOST: "):
+        await bench.bus.streams.require_job(JobId("lost"))
+
+
+async def test_a_log_that_is_made_anew_begins_after_the_place_that_its_opener_knows(bench: Bench) -> None:
+    job, log, events = JobId(f"{bench.job}-anew"), bench.bus.events, source()
+    await bench.bus.streams.open_job(job, after_sequence=41)
+    assert await log.publish(numbered(events, job, 1)) == 42
+    await bench.bus.streams.open_job(job, after_sequence=70)
+    await bench.bus.streams.open_job(job)
+    assert await log.publish(numbered(events, job, 2)) == 43
+    assert [sequence async for sequence, _ in log.read(job)] == [42, 43]
+
+
 async def test_opening_a_job_again_keeps_what_it_holds(bench: Bench) -> None:
     await publish_groups(bench, 1)
     await bench.bus.streams.open_job(bench.job)

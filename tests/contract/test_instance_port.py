@@ -7,17 +7,21 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.integration.runtime.nodes import JOB, Node, fork_server, grant, services_of
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import serve
+from tidegate.codec import encode_grants
 from tidegate.gate import GateClosed, GateState, StaleToken
+from tidegate.ownership.records import UnknownGpu
 from tidegate.runtime.crew import InstancePort, WorkerGone, WorkerRefused
 from tidegate.runtime.fork_client import ForkServerLauncher
 from tidegate.runtime.instance import LocalInstance
@@ -298,6 +302,36 @@ async def test_the_timeline_has_the_slot_contiguous_from_start_to_stop(port: Por
 async def test_a_request_for_another_job_is_refused(port: Port) -> None:
     with pytest.raises(ValueError, match="serves job 'demo', not 'other'"):
         await port.start_workers(type(JOB)("other"), "t1", [grant()])
+
+
+async def test_a_gpu_that_the_node_has_not_is_refused_and_nothing_starts(port: Port) -> None:
+    with pytest.raises(UnknownGpu, match=r"n0/9: no GPU of node n0, which has n0/0, n0/1, n0/2, n0/3"):
+        await port.start_workers(JOB, "t1", [grant(), grant("n0/9")])
+    assert await port.workers(JOB) == ()
+
+
+async def test_a_refusal_has_a_status_of_its_own(node: Node) -> None:
+    server = await serve(services_of(node), "127.0.0.1:0")
+    async with grpc.aio.insecure_channel(server.endpoint) as channel:
+        stub: instance_pb2_grpc.InstanceAsyncStub = instance_pb2_grpc.InstanceStub(channel)
+        await node.instance.start_workers(JOB, "t1", [grant()])
+        stale = instance_pb2.StandDownRequest(job=JOB, grants=encode_grants([replace(grant(), token=Token(1, 9))]))
+        beside = instance_pb2.StartWorkersRequest(job=JOB, grants=encode_grants([replace(grant(), token=NO_TOKEN)]))
+        strange = instance_pb2.StartWorkersRequest(job=JOB, grants=encode_grants([grant("n0/9")]))
+        calls: dict[grpc.StatusCode, list[Awaitable[object]]] = {
+            grpc.StatusCode.FAILED_PRECONDITION: [
+                stub.StandDown(stale, timeout=5),
+                stub.StartWorkers(beside, timeout=5),
+            ],
+            grpc.StatusCode.NOT_FOUND: [stub.StartWorkers(strange, timeout=5)],
+        }
+        for want, refused in calls.items():
+            for call in refused:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await call
+                assert error.value.code() is want, error.value.details()
+    assert await node.instance.workers(JOB) == (grant(),), "the worker goes on"
+    await server.stop(grace_s=0)
 
 
 async def test_bad_grants_on_the_wire_are_refused_by_field(node: Node, channels: Channels) -> None:

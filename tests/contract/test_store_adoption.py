@@ -23,7 +23,7 @@ from tests.contract.store_bench import (
     world,
 )
 from tests.contract.store_worlds import World
-from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.cell_store import COUNTS_PER_TERM, CellStore
 from tidegate.adapters.cells import Cell, Session
 from tidegate.ownership.records import GpuRecord, GpuState, MoveState, Outcome, StoreNotAdopted, VersionConflict
 from tidegate.ports.store import Identity, JobState, Store, StoreContents
@@ -43,6 +43,7 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "current_transitions": lambda store: store.current_transitions(JOB),
     "ownership": lambda store: store.ownership(JOB),
     "forget_transitions": lambda store: store.forget_transitions(JOB, keep=1),
+    "forget_commands": lambda store: store.forget_commands(JOB, keep=()),
     "plan": lambda store: store.plan(start_of_actor(GPUS[0])),
     "advance": lambda store: store.advance(
         start_of_actor(GPUS[0]), GPUS[0], from_state=MoveState.PLANNED, to_state=MoveState.ACQUIRING
@@ -100,7 +101,7 @@ class TestAdoption:
         after = await opened(world, term=2)
         with pytest.raises(StoreNotAdopted):
             await cells.swap(before, expected={cell: None}, writes={cell: b"1"})
-        assert await after.next_boot(ONE) == 1
+        assert await after.next_boot(ONE) == 2 * COUNTS_PER_TERM + 1
         await cells.aclose()
 
     async def test_a_restart_keeps_the_data_and_closes_the_store_until_it_is_adopted(
@@ -123,6 +124,34 @@ class TestAdoption:
             await store.gpus()
         await store.attach()
         assert await store.gpus() == want
+
+    async def test_a_store_that_was_shut_is_closed_to_all_until_it_is_adopted(
+        self, world: World, store: CellStore
+    ) -> None:
+        await owned_by_actor(store, GPUS[0])
+        want, found = await store.gpus(), await store.identity()
+
+        await store.shut(expected=found)
+
+        assert not (await store.identity()).is_open
+        with pytest.raises(StoreNotAdopted):
+            await store.gpus()
+        with pytest.raises(VersionConflict):
+            await store.shut(expected=found)
+        after = await opened(world, term=7)
+        assert await after.gpus() == want
+
+    async def test_boots_and_epochs_of_a_later_term_are_above_those_that_the_store_has_lost(self, world: World) -> None:
+        before = await opened(world, term=1)
+        boots = [await before.next_boot(ONE) for _ in range(3)]
+        lead = await before.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
+
+        await world.lose_data()
+        after = await opened(world, term=2)
+
+        assert await after.next_boot(ONE) > boots[-1]
+        follower = await after.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
+        assert follower.epoch > lead.epoch
 
     async def test_of_two_adopters_of_a_store_the_second_is_refused(self, world: World) -> None:
         one, two = world.client(), world.client()

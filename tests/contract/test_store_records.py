@@ -66,9 +66,21 @@ class TestCommandsAndBoots:
         await store.remember(JOB, CommandId("c"), b"")
         assert await store.remember(JOB, CommandId("c"), b"later") == b""
 
+    async def test_results_of_commands_that_come_no_more_are_forgotten(self, store: CellStore) -> None:
+        names = [
+            CommandId(f"{JOB}/1/{each}") for each in ("i8/open/e1/a0", "i8/open/e1/a1", "i9/open/e1/a0", "t1/up/a0")
+        ]
+        for name in names:
+            await store.remember(JOB, name, b"done")
+        await store.remember(JobId("other"), names[0], b"done")
+        await store.forget_commands(JOB, keep={f"{JOB}/1/i8/open/e1"})
+        found = [await store.recall(JOB, name) for name in names]
+        assert found == [b"done", b"done", None, None]
+        assert await store.recall(JobId("other"), names[0]) == b"done"
+
     async def test_boots_of_an_instance_are_never_the_same(self, world: World, store: CellStore) -> None:
-        assert await store.next_boot(ONE) == 1
+        first = await store.next_boot(ONE)
         clients = [await attached(world) for _ in range(4)]
         boots = await asyncio.gather(*(client.next_boot(ONE) for client in clients))
-        assert sorted(boots) == [2, 3, 4, 5]
-        assert await store.next_boot(TWO) == 1
+        assert sorted(boots) == [first + number for number in (1, 2, 3, 4)]
+        assert await store.next_boot(TWO) == first

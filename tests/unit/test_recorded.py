@@ -63,11 +63,15 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a journal of lists": ("journal.jsonl", "[1]\n", "journal.jsonl:1 is no JSON object; it was changed: run the job"),
     "a result of nothing": ("result.json", "null", "result.json is no JSON object; it was changed: run the job anew"),
     "values of another kind": ("result.json", '{"end": "finished", "seconds": []}', "is not of this release: list ind"),
-    "a config that is no text": ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode byte 0xff"),
+    "a config that is no text": (
+        "config.json",
+        b"\xff\xfe",
+        "config.json is damaged, or of another release .'utf-8' codec can't decode byte 0xff",
+    ),
     "a config of another release": (
         "config.json",
         '{"jub": "x"}',
-        "config.json: .*; calibrate by the release that ran the job",
+        "config.json is damaged, or of another release .* calibrate by the release that ran the job",
     ),
     "events of another release": (
         "events.jsonl",

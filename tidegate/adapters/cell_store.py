@@ -15,9 +15,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
+
+import structlog
 
 from tidegate.adapters import tables
 from tidegate.adapters.cells import Cell, Cells, Reading, Session, Writes
@@ -44,6 +46,8 @@ T = TypeVar("T")
 
 RETRY_DELAYS_S = (0.02, 0.1, 0.3)
 """The pauses between repeats of a call without an answer: enough for a reconnect, short beside a lease's TTL."""
+COUNTS_PER_TERM = 1_000_000
+"""Boots and epochs of term 3 begin at 3,000,001: above those of earlier terms, also where the store has lost them."""
 MAX_RACES = 32
 """The compare-and-sets that a call may lose. Each loss is another client's progress; 32 in a row are a fault."""
 
@@ -96,6 +100,13 @@ class CellStore:
             )
         return Identity(expected.run_id, expected.run_id, term)
 
+    async def shut(self, *, expected: Identity) -> None:
+        if not await self._cells.shut(expected):
+            raise VersionConflict(
+                f"the store {expected.run_id[:12]} was adopted or restarted meanwhile (it was under term "
+                f"{expected.term}): read its identity again"
+            )
+
     async def gpus(self) -> dict[GpuId, GpuRecord]:
         return _gpus(await self._read(tables=("gpus",)))
 
@@ -116,8 +127,8 @@ class CellStore:
 
     async def transitions(self, job: JobId) -> tuple[Transition, ...]:
         reading = await self._read(tables=("open", f"closed:{job}"))
-        found = [decode_transition(each) for table in reading.tables.values() for each in table.values()]
-        return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))
+        opened = [decode_transition(each) for each in reading.tables["open"].values()]
+        return _of_job(job, opened, reading.tables[f"closed:{job}"])
 
     async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
         return _current(await self._read(tables=("open",), cells=_closed_cells(job, known)), job)
@@ -127,14 +138,9 @@ class CellStore:
         return Ownership(reading.now_unix_ms, _gpus(reading), _current(reading, job))
 
     async def forget_transitions(self, job: JobId, *, keep: int) -> None:
-        closed, commands = f"closed:{job}", f"commands:{job}"
-        reading = await self._read(tables=(closed, commands))
-        in_order = sorted((TransitionId(each) for each in reading.tables[closed]), key=transition_number)
-        old = in_order[: max(0, len(in_order) - keep)]
-        results = [each for each in reading.tables[commands] for name in old if each.startswith(f"{name}/")]
-        cells = (*(tables.closed_cell(job, each) for each in old), *(Cell(commands, each) for each in results))
-        if cells:
-            await self._write(cells, lambda _: (dict.fromkeys(cells), None))
+        closed = f"closed:{job}"
+        in_order = sorted(map(TransitionId, (await self._read(tables=(closed,))).tables[closed]), key=transition_number)
+        await self._remove([tables.closed_cell(job, each) for each in in_order[: max(0, len(in_order) - keep)]])
 
     async def plan(self, transition: Transition) -> Transition:
         def decide(reading: Reading) -> tuple[Writes, Transition]:
@@ -193,13 +199,13 @@ class CellStore:
         return (await self._read()).now_unix_ms
 
     async def campaign(self, job: JobId, role: Role, *, instance: InstanceId, endpoint: str, ttl_ms: int) -> LeadRecord:
-        cell = tables.lead_cell(job, role)
+        cell, term = tables.lead_cell(job, role), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, LeadRecord]:
             stored = tables.read_lead(reading.cells[cell])
             if stored and stored.instance != instance and stored.expires_unix_ms > reading.now_unix_ms:
                 return {}, stored
-            epoch = stored.epoch + 1 if stored else 1
+            epoch = _next_count(stored.epoch if stored else 0, term)
             lead = LeadRecord(job, role, instance, endpoint, epoch, reading.now_unix_ms + ttl_ms)
             return {cell: tables.encode_lead(lead)}, lead
 
@@ -285,14 +291,23 @@ class CellStore:
 
         return await self._write((cell,), decide)
 
+    async def forget_commands(self, job: JobId, *, keep: Collection[str]) -> None:
+        table = f"commands:{job}"
+        stored = (await self._read(tables=(table,))).tables[table]
+        await self._remove([Cell(table, each) for each in stored if each.rpartition("/a")[0] not in keep])
+
     async def next_boot(self, instance: InstanceId) -> int:
-        cell = Cell("boots", instance)
+        cell, term = Cell("boots", instance), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, int]:
-            boot = int(reading.cells[cell] or 0) + 1
+            boot = _next_count(int(reading.cells[cell] or 0), term)
             return {cell: b"%d" % boot}, boot
 
         return await self._write((cell,), decide)
+
+    async def _remove(self, cells: Sequence[Cell]) -> None:
+        if cells:
+            await self._write(tuple(cells), lambda _: (dict.fromkeys(cells), None))
 
     def _attached(self) -> Session:
         if self._session is None:
@@ -349,6 +364,10 @@ class CellStore:
         return await self._write(tables.transition_cells(transition), decide)
 
 
+def _next_count(last: int, term: int) -> int:
+    return max(last, term * COUNTS_PER_TERM) + 1
+
+
 def _gpus(reading: Reading) -> dict[GpuId, GpuRecord]:
     records = [decode_gpu(each) for each in reading.tables["gpus"].values()]
     return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
@@ -359,6 +378,17 @@ def _closed_cells(job: JobId, known: Collection[TransitionId]) -> tuple[Cell, ..
 
 
 def _current(reading: Reading, job: JobId) -> tuple[Transition, ...]:
-    texts = [*reading.tables["open"].values(), *(text for text in reading.cells.values() if text is not None)]
-    found = [decode_transition(text) for text in texts]
+    closed = {cell.field: text for cell, text in reading.cells.items() if text is not None}
+    return _of_job(job, [decode_transition(text) for text in reading.tables["open"].values()], closed)
+
+
+def _of_job(job: JobId, opened: Iterable[Transition], closed: Mapping[str, bytes]) -> tuple[Transition, ...]:
+    """The transitions of the job, by id. A closed one that cannot be read is left out, as one that the store has lost:
+    the records of its GPUs tell what came of it."""
+    found = list(opened)
+    for name, text in closed.items():
+        try:
+            found.append(decode_transition(text))
+        except ValueError as error:
+            structlog.get_logger("store").warning("closed transition is damaged", transition=name, error=str(error))
     return tuple(sorted((each for each in found if each.job == job), key=lambda each: each.id))

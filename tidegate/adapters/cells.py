@@ -67,6 +67,10 @@ class Cells(Protocol):
         """Adopts the server under `term`. False, with nothing written, when its identity is not as expected."""
         ...
 
+    async def shut(self, expected: Identity) -> bool:
+        """Refuses all sessions until the server is adopted. False where its identity is not as expected."""
+        ...
+
     async def aclose(self) -> None: ...
 
 

@@ -14,8 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -46,7 +47,7 @@ chunks.
 ERROR_METADATA = "tidegate-error"
 
 _TOOLS = ("grpc.health.", "grpc.reflection.")
-_STATUS: dict[type[Exception], grpc.StatusCode] = {
+_STATUSES: Statuses = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # a generated servicer raises this for a missing method
     StaleToken: grpc.StatusCode.FAILED_PRECONDITION,
@@ -67,12 +68,18 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
 Behaviour = Callable[[Any, Any], Any]
 
 
+Statuses = Mapping[type[Exception], grpc.StatusCode]
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service to serve: its descriptor, and the generated `add_XServicer_to_server` bound to the servicer."""
+    """One service to serve: its descriptor, and the generated `add_XServicer_to_server` bound to the servicer.
+
+    `statuses` are those of the refusals that are its own. A subclass has the status of its class."""
 
     descriptor: ServiceDescriptor
     add_to: Callable[[grpc.aio.Server], None]
+    statuses: Statuses = field(default_factory=dict)
 
 
 class _Health(Protocol):
@@ -116,7 +123,7 @@ async def serve(
             "listen on 127.0.0.1, give TLS credentials, or allow it explicitly (allow_insecure_remote)"
         )
     server = grpc.aio.server(
-        interceptors=[_Guard()],
+        interceptors=[_Guard(ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES)))],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -166,7 +173,8 @@ def _is_loopback(host: str) -> bool:
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic at run time
     """Runs before every handler: no call without a deadline, no exception without a status."""
 
-    def __init__(self) -> None:
+    def __init__(self, statuses: Statuses) -> None:
+        self._statuses = statuses
         self._log = structlog.get_logger("tidegate.grpc")
 
     async def intercept_service(
@@ -214,14 +222,14 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
         return stream
 
     async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-        known = next((kind for kind in type(error).__mro__ if kind in _STATUS), None)
+        known = next((kind for kind in type(error).__mro__ if kind in self._statuses), None)
         name = type(error).__name__
         if known is None:
             self._log.error("call_failed", method=method, error=name, exc_info=error)
             code, message = grpc.StatusCode.INTERNAL, f"{name}: {error}"
         else:
             self._log.warning("call_refused", method=method, error=name, message=str(error))
-            code, message = _STATUS[known], str(error)
+            code, message = self._statuses[known], str(error)
         await context.abort(code, message, trailing_metadata=((ERROR_METADATA, name),))
         raise AssertionError("abort always raises")
 

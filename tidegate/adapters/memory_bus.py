@@ -67,15 +67,19 @@ class MemoryJobStreams:
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
 
-    async def open_job(self, job: JobId) -> None:
+    async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
         limits = self._server.limits
         sizes = {
             subjects.events_stream(job): limits.events_max_bytes,
             subjects.samples_stream(job): limits.samples_max_bytes,
         }
         for name, max_bytes in sizes.items():
-            self._server.streams.setdefault(name, Stream(name, max_bytes))
+            first = after_sequence if name == subjects.events_stream(job) else 0
+            self._server.streams.setdefault(name, Stream(name, max_bytes, last_sequence=first))
         self._server.dead.setdefault(job, {})
+
+    async def require_job(self, job: JobId) -> None:
+        self._server.stream(subjects.events_stream(job))
 
 
 class _EventDelivery(Delivery[Event]):
@@ -224,7 +228,7 @@ class MemorySampleStream:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
         stream = self._server.stream(subjects.samples_stream(job))
         stored = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
-        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in stored)
+        return frozenset(prompt for _, _, _, prompt in subjects.groups_of(stored))
 
     async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
@@ -254,8 +258,8 @@ class MemorySampleStream:
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
         stream = self._server.stream(subjects.samples_stream(job))
         for sequence in list(stream.of(subjects.job_samples(job))):
-            _, its_incarnation, its_iteration, _ = subjects.parse_sample_subject(stream.messages[sequence].subject)
-            if (its_incarnation, its_iteration) < (incarnation, iteration):
+            group = subjects.parse_sample_subject(stream.messages[sequence].subject)
+            if group is not None and group[1:3] < (incarnation, iteration):
                 del stream.messages[sequence]
 
 

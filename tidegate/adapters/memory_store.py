@@ -35,6 +35,12 @@ class MemoryServer:
     def restart(self) -> None:
         self._starts += 1
 
+    def lose_data(self) -> None:
+        """A restart without the data."""
+        self.tables.clear()
+        self._adopted_run_id, self._term = None, 0
+        self.restart()
+
     def refuse(self, session: Session) -> None:
         found = self.identity
         if not found.is_open or session != Session(found.run_id, found.term):
@@ -52,6 +58,9 @@ class MemoryServer:
 
     def adopt(self, term: int) -> None:
         self._adopted_run_id, self._term = self.identity.run_id, term
+
+    def shut(self) -> None:
+        self._adopted_run_id = None
 
 
 class MemoryCells:
@@ -92,6 +101,12 @@ class MemoryCells:
             return False
         self._server.write(writes)
         self._server.adopt(term)
+        return True
+
+    async def shut(self, expected: Identity) -> bool:
+        if self._server.identity != expected:
+            return False
+        self._server.shut()
         return True
 
     async def aclose(self) -> None:

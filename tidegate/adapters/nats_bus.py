@@ -68,7 +68,7 @@ class NatsJobStreams:
         self._link = link
         self._limits = limits
 
-    async def open_job(self, job: JobId) -> None:
+    async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
         limits = self._limits
         streams = (
             (subjects.events_stream(job), [subjects.event_subject(job), subjects.figures(job)], "events_max_bytes"),
@@ -77,13 +77,19 @@ class NatsJobStreams:
         )
         for stream, names, key in streams:
             max_bytes = getattr(limits, key)
+            config = self._config(stream, names, max_bytes)
+            if after_sequence and stream == subjects.events_stream(job):
+                config["first_seq"] = after_sequence + 1
             try:
-                await self._link.ensure_stream(self._config(stream, names, max_bytes))
+                await self._link.ensure_stream(config)
             except NatsRefused as refused:
                 raise StreamFull(
                     f"NATS does not keep {max_bytes} bytes for stream {stream}: {refused}; "
                     f"free disk space in the server's store_dir, or lower runtime.{key}"
                 ) from refused
+
+    async def require_job(self, job: JobId) -> None:
+        await self._link.require_stream(subjects.events_stream(job))
 
     def _config(self, stream: str, names: list[str], max_bytes: int) -> dict[str, Any]:
         return {
@@ -272,7 +278,7 @@ class NatsSampleStream:
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
         stored = await self._subjects(job, pattern)
-        return frozenset(subjects.parse_sample_subject(subject)[3] for subject in stored)
+        return frozenset(prompt for _, _, _, prompt in subjects.groups_of(stored))
 
     async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
@@ -302,10 +308,7 @@ class NatsSampleStream:
             await end()
 
     async def purge(self, job: JobId, *, incarnation: int, iteration: int) -> None:
-        stored = {
-            subjects.parse_sample_subject(subject)[:3]
-            for subject in await self._subjects(job, subjects.job_samples(job))
-        }
+        stored = {group[:3] for group in subjects.groups_of(await self._subjects(job, subjects.job_samples(job)))}
         for stage, its_incarnation, its_iteration in sorted(stored):
             if (its_incarnation, its_iteration) < (incarnation, iteration):
                 pattern = subjects.iteration_samples(job, stage, incarnation=its_incarnation, iteration=its_iteration)

@@ -130,14 +130,16 @@ class NatsLink:
         return await self._answer(f"$JS.API.{call}", json.dumps(request).encode())
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
-        """Creates the stream. An existing stream takes the config's limits."""
+        """Creates the stream. An existing stream takes the config's limits, and keeps its first sequence."""
         name = config["name"]
         try:
             await self.api(f"STREAM.CREATE.{name}", config)
         except NatsRefused as refused:
             if refused.err_code != STREAM_NAME_IN_USE:
                 raise
-            await self.api(f"STREAM.UPDATE.{name}", config)
+            first = (await self.require_stream(name))["config"].get("first_seq")
+            kept = {key: value for key, value in config.items() if key != "first_seq"}
+            await self.api(f"STREAM.UPDATE.{name}", kept if first is None else {**kept, "first_seq": first})
 
     async def require_stream(self, stream: str) -> dict[str, Any]:
         """The stream's info. JobNotOpen when there is none."""

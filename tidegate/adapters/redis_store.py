@@ -60,6 +60,7 @@ class RedisCells:
         self._read = Script.load("read")
         self._swap = Script.load("swap")
         self._open = Script.load("open")
+        self._shut = Script.load("shut")
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -94,6 +95,10 @@ class RedisCells:
         args: list[str | bytes | int] = [expected.run_id, expected.adopted_run_id or "", expected.term, term]
         args += keys.cells(writes)
         return bool((await self._run(self._open, keys.names, args))[0] == b"ok")
+
+    async def shut(self, expected: Identity) -> bool:
+        args: list[str | bytes | int] = [expected.run_id, expected.adopted_run_id or "", expected.term]
+        return bool((await self._run(self._shut, [_STORE_KEY], args))[0] == b"ok")
 
     async def _run(self, script: Script, keys: list[str], args: list[str | bytes | int]) -> list[Any]:
         try:

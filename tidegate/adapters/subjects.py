@@ -15,8 +15,8 @@ has the stream drop the others.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 
-from tidegate.codec import WireError
 from tidegate.events import is_figure
 from tidegate.ports.bus import Stage, StreamFull
 from tidegate.types import JobId, job_id
@@ -111,14 +111,19 @@ def group_subject(job: JobId, stage: Stage, *, incarnation: int, iteration: int,
     return f"tg.samples.{job_id(job)}.{stage}.{_count(incarnation)}.{_count(iteration)}.{_count(prompt)}"
 
 
-def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int]:
-    """(stage, incarnation, iteration, prompt). WireError for any other subject."""
+def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int] | None:
+    """(stage, incarnation, iteration, prompt). None for any other subject, which some stranger published."""
     tokens = subject.split(".")
     stages = [stage.value for stage in Stage]
     if len(tokens) != 7 or tokens[3] not in stages or not all(token.isdecimal() for token in tokens[4:]):
-        raise WireError(f"subject {subject!r} names no sample group; see tidegate.adapters.subjects")
+        return None
     incarnation, iteration, prompt = map(int, tokens[4:])
     return Stage(tokens[3]), incarnation, iteration, prompt
+
+
+def groups_of(found: Iterable[str]) -> Iterator[tuple[Stage, int, int, int]]:
+    """`parse_sample_subject` of each that names a group."""
+    return (group for subject in found if (group := parse_sample_subject(subject)) is not None)
 
 
 def consumer_name(name: str) -> str:

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from pydantic import ValidationError, model_validator
 
@@ -73,6 +74,15 @@ class JobConfig(JobSections):
         except json.JSONDecodeError as error:
             raise ConfigError(f"config is not JSON: {error}") from error
         return parse_config(raw)
+
+    @classmethod
+    def read(cls, path: Path) -> JobConfig:
+        """The config that `to_json` wrote to this file. OSError; ConfigError names the file."""
+        try:
+            return cls.from_json(path.read_text())
+        except (ConfigError, UnicodeDecodeError) as error:
+            lines = "; ".join(str(error).splitlines())
+            raise ConfigError(f"{path} is damaged, or of another release ({lines}): put it back from a copy") from error
 
 
 def parse_config(raw: object, *, layer: Layer = EMPTY_LAYER) -> JobConfig:

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -118,6 +118,15 @@ class Gate:
         """The state of every GPU that an attempt ever named, in order of name."""
         gpus = sorted(GpuId(unquote(path.stem)) for path in self._folder.glob("*.lock"))
         return [GateState(gpu, self.highest_token(gpu), self.is_held(gpu)) for gpu in gpus]
+
+    def passed(self) -> list[Grant]:
+        """The highest token that ever passed, by GPU. Leaves out damaged records."""
+        found: list[Grant] = []
+        for gpu in sorted(GpuId(unquote(path.stem)) for path in self._folder.glob("*.json")):
+            with suppress(GateDamaged):
+                if (token := self.highest_token(gpu)) is not None:
+                    found.append(Grant(gpu, token))
+        return found
 
     def wait_until_free(self, gpu: GpuId, *, timeout_s: float) -> bool:
         """Whether the GPU became free within `timeout_s`. Blocks its thread."""

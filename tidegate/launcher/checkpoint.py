@@ -1,14 +1,18 @@
 """Finds the newest checkpoint in a job's folder. A resumed run reports it to the scheduler.
 
 The report is needed because the servers may have lost their record of it. This module reads only the names of the
-folders and, for the newest one, the figures that the event carries. The actor checks whether the files are whole.
+folders and, for the newest one, the figures that the event carries. The actor checks whether the files are whole, and
+passes over a checkpoint that is not, as this module passes over a manifest that cannot be read.
 
-Invariant: a folder without its manifest is no checkpoint. [test_checkpoint: save_that_did_not_end]
+Invariants:
+- A folder without its manifest is no checkpoint. [test_checkpoint: save_that_did_not_end]
+- A checkpoint that cannot be read hides no older one. [test_checkpoint: goes_on_from_the_newest_that_can_be_read]
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,27 +33,38 @@ class FoundCheckpoint:
     num_samples_trained: int
     lr: str | None = None
     """Its learning-rate ledger. None where it predates that ledger."""
+    passed_over: tuple[str, ...] = ()
+    """The newer checkpoints that cannot be read, with the reasons."""
 
 
 def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundCheckpoint | None:
-    """None where there is none. ConfigError, with `fresh_command` as remedy, when the newest manifest is unreadable."""
+    """The newest whose manifest can be read; None where there is no checkpoint.
+
+    ConfigError where there are some and none can be read. `fresh_command` is what a person types to start over."""
     found = [(place_of(path.parent.name), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
     complete = [(place, path) for place, path in found if place is not None]
-    if not complete:
-        return None
-    (incarnation, _), path = max(complete)
-    try:
-        manifest = json.loads(path.read_text())
-        return FoundCheckpoint(
-            name=path.parent.name,
-            incarnation=incarnation,
-            next_iteration=int(manifest["next_iteration"]),
-            version=int(manifest["version"]),
-            num_samples_trained=int(json.loads(manifest["ledger"])["num_trained"]),
-            lr=manifest.get("lr"),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    faults: list[str] = []
+    for (incarnation, _), path in sorted(complete, reverse=True):
+        try:
+            return _read(path, incarnation, faults)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            faults.append(f"{path.parent.name} ({type(error).__name__}: {error})")
+    if faults:
         raise ConfigError(
-            f"checkpoint {path.parent} cannot be read ({type(error).__name__}: {error}): put it back from a copy, or "
-            f"start over ({fresh_command})"
-        ) from error
+            f"no checkpoint in {folder} can be read: {', '.join(faults)}; put one back from a copy, or start over, "
+            f"which removes them ({fresh_command})"
+        )
+    return None
+
+
+def _read(path: Path, incarnation: int, faults: Sequence[str]) -> FoundCheckpoint:
+    manifest = json.loads(path.read_text())
+    return FoundCheckpoint(
+        name=path.parent.name,
+        incarnation=incarnation,
+        next_iteration=int(manifest["next_iteration"]),
+        version=int(manifest["version"]),
+        num_samples_trained=int(json.loads(manifest["ledger"])["num_trained"]),
+        lr=manifest.get("lr"),
+        passed_over=tuple(faults),
+    )

@@ -109,7 +109,7 @@ def host_memory_folder(config: JobConfig) -> Path:
 def saved_config(folder: JobFolder) -> JobConfig | None:
     """The config of the job's last start. None where there is no job."""
     try:
-        return JobConfig.from_json(folder.config.read_text())
+        return JobConfig.read(folder.config)
     except FileNotFoundError:
         return None
 

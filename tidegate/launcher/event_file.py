@@ -26,6 +26,8 @@ from tidegate.lines import append_lines
 from tidegate.logs import without_credentials
 from tidegate.v1 import control_pb2, events_pb2
 
+_ROOM = 1_000_000
+
 
 class BadRecord(ValueError):
     """A line is not an event. The message names file and line."""
@@ -52,6 +54,13 @@ class EventFile:
         self.sequence = sequence
         if not is_figure(event):
             self.kept = (sequence, event.id)
+
+
+def room_after(path: Path) -> int:
+    """The sequence after which a new stream begins, where the one of this file is lost: far beyond the file's last
+    event, and so beyond those that the stream had and the file has not. 0 without an event."""
+    last = next((row.stream_sequence for row in _rows_from_the_last(path)), 0)
+    return last + _ROOM if last else 0
 
 
 def event_row(sequence: int, event: events_pb2.Event) -> dict[str, Any]:

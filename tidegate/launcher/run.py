@@ -45,6 +45,7 @@ from tidegate.launcher.claim import (
     write_private,
 )
 from tidegate.launcher.data_check import with_checked_data
+from tidegate.launcher.event_file import room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
 from tidegate.launcher.preflight import check_engine, check_servers, check_weights
@@ -52,7 +53,7 @@ from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.pace.steps import PacedSteps, paced_steps
-from tidegate.ports.bus import BusUnavailable, StreamFull
+from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull
 from tidegate.runtime.cancellation import raise_if_cancelled
 from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import cuda_fault
@@ -208,6 +209,9 @@ class _Run:
             if not signals:
                 raise
             message = f"stopped by {signals[0].name}; go on with it: {self._request.resume_command}"
+        except JobNotOpen as error:
+            lost = "NATS has lost the job's streams, so everything was stopped"
+            message = f"{lost} ({error}); go on with it: {self._request.resume_command}"
         except (RunBroken, ServerFailed, FolderInUse, BusUnavailable, StreamFull) as error:
             message = f"{error}; go on with it: {self._request.resume_command}"
         self._log.info("over", end=end, message=message)
@@ -264,7 +268,7 @@ class _Run:
 
     async def _with_services(self) -> End:
         async with AsyncExitStack() as closing:
-            bus = await connect_bus(self._config, name=SOURCE)
+            bus = await connect_bus(self._config, name=SOURCE, opens_after=room_after(self._folder.events))
             closing.push_async_callback(bus.close)
             self._follower = JobFollower(bus, self._config, self._folder, self._view)
             closing.push_async_callback(self._keep_events, self._follower)
@@ -278,6 +282,9 @@ class _Run:
             services.start()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
             is_resumed = self._request.start is Start.RESUME
+            if (found := self._claim.checkpoint) is not None and found.passed_over:
+                unread = f"cannot be read: {', '.join(found.passed_over)}"
+                self._view.note(f"{unread}; goes on from checkpoint {found.name}, trains again what came after it")
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
             return await _first_of(
@@ -292,7 +299,7 @@ class _Run:
             return
         try:
             self._seconds = iteration_seconds(await follower.last_events())
-        except BusUnavailable as error:  # its server is dead: a resumed run writes the events from its data
+        except (BusUnavailable, JobNotOpen) as error:  # a resumed run writes the events that the server still has
             self._log.warning("last events not written", error=str(error))
 
     async def _services_failed(self, services: JobServices) -> End:

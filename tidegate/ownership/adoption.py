@@ -7,6 +7,9 @@ Order:
 4. In one write, store the rebuilt records and open the store.
 If several adopters race, one wins and the others find the store open.
 
+A gate that could not be asked may know a larger term. Its node's instance tells it when it joins, and the store is then
+shut and adopted again, above that term.
+
 Invariants:
 - One adopter takes a term. [test_adoption: adopters_that_race]
 - A term is larger than that of every token that the register, the store or a reachable gate knows.
@@ -23,6 +26,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -39,19 +43,30 @@ MAX_RACES = 8
 """Lost races before an adopter gives up. The winner of a race opens the store, unless it dies before its write."""
 
 
-async def adopt(store: StoreIdentity, terms: TermRegister, ask_gates: Callable[[], Awaitable[GateReports]]) -> Identity:
-    """Open the store unless it is open, and attach to it.
+async def adopt(
+    store: StoreIdentity,
+    terms: TermRegister,
+    ask_gates: Callable[[], Awaitable[GateReports]],
+    *,
+    least_term: int = 0,
+) -> Identity:
+    """Open the store unless it is open, and attach to it. A store that is open under a term below `least_term` is shut
+    first: a gate knows of that term, and the store and the register have lost it.
 
     VersionConflict: `MAX_RACES` races were lost. StoreUnavailable, BusUnavailable: call again, nothing is half done.
     """
     for _ in range(MAX_RACES):
         found = await store.identity()
-        if found.is_open:
+        if found.is_open and found.term >= least_term:
             return await store.attach()
+        if found.is_open:
+            with suppress(VersionConflict):  # Another adopter was quicker.
+                await store.shut(expected=found)
+            continue
         register_term, revision = await terms.read()
         reports = await ask_gates()
         contents = await store.contents()
-        term = next_term(max(register_term, found.term), reports, contents)
+        term = next_term(max(register_term, found.term, least_term - 1), reports, contents)
         try:
             await terms.advance(expected_revision=revision, term=term)
             await store.adopt(expected=found, term=term, rebuilt=rebuild(contents, reports))

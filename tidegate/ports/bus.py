@@ -47,7 +47,7 @@ class BusUnavailable(ConnectionError):
 
 
 class JobNotOpen(LookupError):
-    """The job has no streams on this bus: nothing has called `JobStreams.open_job` for it."""
+    """The job has no streams on this bus: nothing has called `JobStreams.open_job` for it, or the bus lost its data."""
 
 
 class MessageTooLarge(ValueError):
@@ -108,8 +108,16 @@ OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 
 class JobStreams(Protocol):
-    async def open_job(self, job: JobId) -> None:
-        """Makes the job's streams or keeps existing ones. StreamFull when the disk has no room for them."""
+    async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
+        """Makes the job's streams or keeps existing ones. StreamFull when the disk has no room for them.
+
+        A log of events that is made begins after this sequence: who knows a place of a log that is lost finds each
+        event of the new one beyond it.
+        """
+        ...
+
+    async def require_job(self, job: JobId) -> None:
+        """JobNotOpen when the job has no streams: nobody has opened it, or the bus has lost its data."""
         ...
 
 

@@ -27,7 +27,8 @@ from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, To
 
 @dataclass(frozen=True, slots=True)
 class LeadRecord:
-    """The lead of a component of a job. `epoch` grows with every granted campaign and is never used twice."""
+    """The lead of a component of a job. `epoch` grows with every granted campaign and is never used twice. A later term
+    begins above, so that this holds where the store has lost the record of earlier ones."""
 
     job: JobId
     role: Role
@@ -204,6 +205,10 @@ class JobStates(Protocol):
         """Compare-and-set on `write` (0: none yet). VersionConflict. ValueError when `version` would fall."""
         ...
 
+    async def forget_commands(self, job: JobId, *, keep: Collection[str]) -> None:
+        """Removes the results of all commands but those of these ids, which stand without the number of the attempt."""
+        ...
+
 
 class CommandLog(Protocol):
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
@@ -217,7 +222,8 @@ class CommandLog(Protocol):
 
 class Boots(Protocol):
     async def next_boot(self, instance: InstanceId) -> int:
-        """A number greater than any earlier boot of this instance. The first is 1."""
+        """A number greater than any earlier boot of this instance, also where the store has lost the record of them: a
+        later term begins above."""
         ...
 
 
@@ -238,6 +244,10 @@ class StoreIdentity(Protocol):
 
         VersionConflict when the identity is not `expected`, or the store is open already.
         """
+        ...
+
+    async def shut(self, *, expected: Identity) -> None:
+        """Refuses all clients until the store is adopted again. VersionConflict when the identity is not `expected`."""
         ...
 
 

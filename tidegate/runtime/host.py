@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +61,8 @@ class Seat:
 
 
 class ComponentHost:
-    """See the module head. `make_lead` builds the role's lead for one epoch. `now_s` never goes back."""
+    """See the module head. `make_lead` builds the role's lead for one epoch. `gates`: the highest token that
+    ever passed the gate of each GPU of this node. `now_s` never goes back."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class ComponentHost:
         announcer: Announcer,
         times: RuntimeSection,
         make_lead: Callable[[], Lead],
+        gates: Callable[[], Awaitable[Sequence[Grant]]],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seat = seat
@@ -78,6 +80,7 @@ class ComponentHost:
         self._announcer = announcer
         self._times = times
         self._make_lead = make_lead
+        self._gates = gates
         self._now_s = now_s
         self._has_joined = False
         self._record: LeadRecord | None = None
@@ -159,7 +162,12 @@ class ComponentHost:
         was_in_force = await self._store.renew(seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
         if not (had_joined and was_in_force):
             await self._publish(
-                events_pb2.InstanceJoined(instance=seat.instance, endpoint=seat.endpoint, boot=seat.boot)
+                events_pb2.InstanceJoined(
+                    instance=seat.instance,
+                    endpoint=seat.endpoint,
+                    boot=seat.boot,
+                    gates=encode_grants(await self._gates()),
+                )
             )
         self._has_joined = True
 

@@ -14,20 +14,33 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
 
 from tidegate.codec import decode_grant, decode_grants, encode_grants, encode_token, require
-from tidegate.gate import Gate, GateState
+from tidegate.gate import Gate, GateClosed, GateDamaged, GateState
+from tidegate.ownership.records import UnknownGpu
 from tidegate.runtime.crew import WorkerGone, WorkerRefused
-from tidegate.runtime.snapshots import FetchedSnapshot, SnapshotStore
+from tidegate.runtime.launch import LaunchRefused
+from tidegate.runtime.snapshots import FetchedSnapshot, SnapshotStore, SnapshotUnavailable, StaleSnapshot
 from tidegate.runtime.workers import LocalWorkers
-from tidegate.types import Grant, JobId, NodeId
+from tidegate.types import GpuId, Grant, JobId, NodeId
 from tidegate.v1 import events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
 from tidegate.v1 import workers_pb2 as wire
+
+STATUSES: Mapping[type[Exception], grpc.StatusCode] = {
+    GateClosed: grpc.StatusCode.FAILED_PRECONDITION,
+    GateDamaged: grpc.StatusCode.DATA_LOSS,
+    LaunchRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    SnapshotUnavailable: grpc.StatusCode.NOT_FOUND,
+    StaleSnapshot: grpc.StatusCode.FAILED_PRECONDITION,
+    WorkerGone: grpc.StatusCode.FAILED_PRECONDITION,
+    WorkerRefused: grpc.StatusCode.FAILED_PRECONDITION,
+}
+"""The refusals of an instance. A client distinguishes them by the exception's name."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,10 +53,19 @@ class LocalInstance:
     """This process's instance of one job. It works without gRPC: the lead calls the workers of its own node here."""
 
     def __init__(
-        self, job: JobId, *, node: NodeId, workers: LocalWorkers, gate: Gate, snapshots: SnapshotStore, timeout_s: float
+        self,
+        job: JobId,
+        *,
+        node: NodeId,
+        gpus: Iterable[GpuId],
+        workers: LocalWorkers,
+        gate: Gate,
+        snapshots: SnapshotStore,
+        timeout_s: float,
     ) -> None:
-        """`timeout_s` bounds the transfer of a snapshot."""
+        """`gpus`: those of the node. `timeout_s` bounds the transfer of a snapshot."""
         self.node = node
+        self._gpus = frozenset(gpus)
         self._job = job
         self._workers = workers
         self._gate = gate
@@ -51,8 +73,14 @@ class LocalInstance:
         self._timeout_s = timeout_s
 
     async def start_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> None:
-        """Starts workers through the gate until they are ready for calls. If one fails, none of them runs."""
+        """Starts workers through the gate until they are ready for calls. If one fails, none of them runs.
+
+        UnknownGpu for a GPU that the node has not: then nothing is started.
+        """
         self._check_job(job)
+        if strange := sorted({grant.gpu for grant in grants} - self._gpus):
+            has = ", ".join(sorted(self._gpus))
+            raise UnknownGpu(f"{', '.join(strange)}: no GPU of node {self.node}, which has {has}")
         await self._workers.start(grants)
 
     async def stop_workers(self, job: JobId, transition: str, grants: Sequence[Grant]) -> int:
@@ -101,6 +129,10 @@ class LocalInstance:
     async def gate_report(self) -> tuple[GateState, ...]:
         """The state of every GPU of this node, whichever service or job had it."""
         return tuple(self._gate.report())
+
+    async def gates(self) -> Sequence[Grant]:
+        """The highest token that ever passed the gate of each GPU of this node."""
+        return self._gate.passed()
 
     def _check_job(self, job: str) -> JobId:
         if job != self._job:

@@ -17,7 +17,7 @@ import grpc
 
 from tidegate.codec import WireError, decode_grants, encode_grant, encode_grants, encode_token
 from tidegate.gate import GateClosed, GateDamaged
-from tidegate.ownership.records import StaleToken
+from tidegate.ownership.records import StaleToken, UnknownGpu
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.crew import WorkerGone, WorkerRefused, WorkerUnreachable
 from tidegate.runtime.instance import DEADLINE_MARGIN_S
@@ -38,6 +38,7 @@ _NAMED_ERRORS: dict[str, type[Exception]] = {
         StaleSnapshot,
         StaleToken,
         TimeoutError,
+        UnknownGpu,
         ValueError,
         WireError,
         WorkerGone,

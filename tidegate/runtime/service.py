@@ -38,7 +38,7 @@ from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.component import ComponentServicer
 from tidegate.runtime.crew import Crew, InstancePort
 from tidegate.runtime.host import ComponentHost, Seat
-from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
+from tidegate.runtime.instance import STATUSES, InstanceServicer, LocalInstance, WeightsServicer
 from tidegate.runtime.launch import WorkerLauncher
 from tidegate.runtime.lead import Lead, LeadTools
 from tidegate.runtime.reconnecting_launcher import ReconnectingLauncher
@@ -46,7 +46,7 @@ from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
 from tidegate.runtime.snapshots import SnapshotStore
 from tidegate.runtime.subprocess_launcher import SubprocessLauncher
 from tidegate.runtime.workers import LocalWorkers, WorkerHome
-from tidegate.types import InstanceId, JobId, NodeId, Role, instance_id, job_id
+from tidegate.types import InstanceId, JobId, NodeId, Role, instance_id, job_id, node_of
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 FORKSERVER_TIMEOUT_S = 60.0
@@ -71,7 +71,7 @@ def parse_arguments(role: Role) -> Arguments:
     parser.add_argument("--node", required=True, help="the node's name in the config")
     parser.add_argument("--forkserver", type=Path, required=True, help="socket of the node's fork server")
     parsed = parser.parse_args()
-    return Arguments(JobConfig.from_json(parsed.config.read_text()), NodeId(parsed.node), parsed.forkserver)
+    return Arguments(JobConfig.read(parsed.config), NodeId(parsed.node), parsed.forkserver)
 
 
 def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTools], Lead]) -> None:
@@ -90,8 +90,12 @@ async def stop_signal() -> asyncio.Event:
     return stopping
 
 
-async def connect_bus(config: JobConfig, *, name: str) -> NatsBus:
-    """The job's bus, with the limits that all its processes share."""
+async def connect_bus(config: JobConfig, *, name: str, opens_after: int | None = None) -> NatsBus:
+    """The job's bus, with the limits that all its processes share.
+
+    `opens_after`: makes the job's streams where they are not there, its events after this sequence. Only the launcher
+    does: a service that finds none ends with JobNotOpen, because the bus has lost its data under it.
+    """
     bounds = config.runtime
     limits = BusLimits(
         sample_ack_wait_s=bounds.ack_wait_s,
@@ -101,7 +105,15 @@ async def connect_bus(config: JobConfig, *, name: str) -> NatsBus:
         dead_max_bytes=bounds.dead_max_bytes,
     )
     bus = await NatsBus.connect(config.servers.nats_url, name=name, limits=limits)
-    await bus.streams.open_job(job_id(config.job))
+    job = job_id(config.job)
+    try:
+        if opens_after is None:
+            await bus.streams.require_job(job)
+        else:
+            await bus.streams.open_job(job, after_sequence=opens_after)
+    except BaseException:
+        await bus.close()
+        raise
     return bus
 
 
@@ -170,7 +182,14 @@ class _Instance:
                 return self._make_lead(tools)
 
             seat = Seat(self._job_id, self._role, self._name, boot, server.endpoint)
-            self._host = ComponentHost(seat, store=store, announcer=announcer, times=times, make_lead=make_lead)
+            self._host = ComponentHost(
+                seat,
+                store=store,
+                announcer=announcer,
+                times=times,
+                make_lead=make_lead,
+                gates=local.gates,
+            )
             structlog.get_logger("service").info("serving", endpoint=server.endpoint, boot=boot, pid=os.getpid())
             await self._host.run(stopping)
 
@@ -206,6 +225,7 @@ class _Instance:
         return LocalInstance(
             self._job_id,
             node=node,
+            gpus=[gpu for gpu in self._config.cluster.gpus() if node_of(gpu) == node],
             workers=workers,
             gate=gate,
             snapshots=snapshots,
@@ -220,7 +240,13 @@ def _services(component: ComponentServicer, instance: InstanceServicer, weights:
             commands["Component"], lambda server: commands_pb2_grpc.add_ComponentServicer_to_server(component, server)
         ),
         Service(
-            instances["Instance"], lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server)
+            instances["Instance"],
+            lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server),
+            STATUSES,
         ),
-        Service(instances["Weights"], lambda server: instance_pb2_grpc.add_WeightsServicer_to_server(weights, server)),
+        Service(
+            instances["Weights"],
+            lambda server: instance_pb2_grpc.add_WeightsServicer_to_server(weights, server),
+            STATUSES,
+        ),
     ]

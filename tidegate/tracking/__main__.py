@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Hide torch: tensorboardX imports it where it is installed, needs it for nothing here, and pays seconds and 150 MB.
     sys.modules["torch"] = None  # type: ignore[assignment]  # None makes Python refuse the import
-    config = JobConfig.from_json(arguments.config.read_text())
+    config = JobConfig.read(arguments.config)
     configure_logging(SOURCE, path=JobFolder.of(config).attempt().logs / f"{SOURCE}.jsonl")
     asyncio.run(run(config, attempt=arguments.attempt, boot=arguments.boot))
 

@@ -417,19 +417,25 @@ class InstanceJoined(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     BOOT_FIELD_NUMBER: _builtins.int
+    GATES_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     endpoint: _builtins.str
     boot: _builtins.int
+    @_builtins.property
+    def gates(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Grant]:
+        """The highest token that ever passed the gate of each GPU of the instance's node."""
+
     def __init__(
         self,
         *,
         instance: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         boot: _builtins.int = ...,
+        gates: _abc.Iterable[_types_pb2.Grant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "endpoint", b"endpoint", "instance", b"instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "endpoint", b"endpoint", "gates", b"gates", "instance", b"instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

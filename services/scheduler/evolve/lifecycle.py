@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.scheduler.evolve.admission import Refused
+from services.scheduler.evolve.admission import Refused, is_found_checkpoint
 from services.scheduler.evolve.losses import all_down, next_incarnation, restart_point
 from services.scheduler.evolve.manual_moves import resubmitted
 from services.scheduler.state import events as ev
@@ -101,7 +101,9 @@ def _resumed(state: ClusterState) -> ClusterState | Refused:
 def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved) -> ClusterState | Refused:
     """Sets where the next incarnation begins. The present one continues unchanged."""
     known = state.checkpoint
-    if known is not None and body.next_iteration <= known.next_iteration:
+    # A launcher knows which checkpoints the job's folder has: the one that the state knows may be gone.
+    is_other = is_found_checkpoint(event) and known is not None and body.name != known.name
+    if known is not None and body.next_iteration <= known.next_iteration and not is_other:
         return Refused("of an older checkpoint")
     checkpoint = Checkpoint(
         next_iteration=body.next_iteration, version=body.version, name=body.name, incarnation=event.incarnation

@@ -47,7 +47,8 @@ def joined(state: ClusterState, body: ev.InstanceJoined) -> ClusterState | Refus
     state = _started(state, body.instance, boot=body.boot)
     if body.boot < state.instances[body.instance].boot:
         return Refused("of an older start of its source")
-    return _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=body.boot, living=True))
+    joining = Instance(endpoint=body.endpoint, boot=body.boot, living=True, gates=body.gates)
+    return _with_instance(state, body.instance, joining)
 
 
 def lost(state: ClusterState, event: ev.Event, body: ev.InstanceLost) -> ClusterState | Refused:
@@ -73,7 +74,9 @@ def elected(state: ClusterState, event: ev.Event, body: ev.LeadElected) -> Clust
     if known is not None and boot < known.boot:
         return Refused("of an older start of its source")
     lead = Lead(instance=body.instance, endpoint=body.endpoint, epoch=body.epoch, boot=boot)
-    state = _with_instance(state, body.instance, Instance(endpoint=body.endpoint, boot=boot, living=True))
+    gates = known.gates if known else ()
+    leading = Instance(endpoint=body.endpoint, boot=boot, living=True, gates=gates)
+    state = _with_instance(state, body.instance, leading)
     led = replace(component, lead=lead)
     if isinstance(led.state, Working):
         # A lead speaks for itself alone: the new one has confirmed no weights yet.

@@ -202,5 +202,9 @@ def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
     checkpoint = state.checkpoint
     known = checkpoint is not None and checkpoint.next_iteration == next_iteration
     version = checkpoint.version if checkpoint is not None and known else next_iteration
+    if checkpoint is not None and next_iteration < checkpoint.next_iteration:
+        cause = f"checkpoint {checkpoint.name} could not be used (the actor's log says why)"
+        again = f"goes on from iteration {next_iteration} and trains again what came after it"
+        state = replace(state, message=f"{cause}: {again}")
     state = evaluations.superseded(state, next_version=version)
     return replace(state, next_iteration=next_iteration, next_version=version, next_prompt=body.next_prompt)

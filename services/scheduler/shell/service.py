@@ -16,6 +16,9 @@ The service keeps nothing that it cannot rebuild. Any number of replicas run, an
 Where events were acknowledged that the loaded state does not hold, the store lost the state: a replica rebuilds it from
 the stream.
 
+Where a larger token has passed a gate than the store can have granted, the store and the term register have lost it.
+The store is adopted again, above the token's term, before anything is decided: the gate lets no smaller token pass.
+
 A resumed job has the state of the start before. Until the new launcher submits the job, events are only folded into it:
 nothing is decided. The workers of that start are gone with their launcher, and their GPUs are no losses of this one.
 
@@ -26,6 +29,7 @@ Invariants:
 - Figures are folded in their order among the other events. [test_service: figures_are_folded_before]
 - A command goes out after the state that contains it is written. [test_service: a_command_goes_out_after]
 - A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
+- Nothing is decided while a gate knows a token that the store has lost. [test_service: that_the_store_has_lost]
 """
 
 from __future__ import annotations
@@ -102,6 +106,8 @@ class SchedulerService:
         self._other_version = asyncio.Event()
         """Set, and replaced, with each state of another version, and at the end."""
         self._written = JobState(payload=b"", write=0, version=0)
+        self._term = 0
+        """The term under which the store is open."""
         self._missed: tuple[ev.Event, ...] = ()
         """Acknowledged events that the loaded state does not hold, because the store lost the one that did."""
         self._clock = StoreClock(ports.store)
@@ -159,6 +165,9 @@ class SchedulerService:
 
     async def _turn(self) -> None:
         before = await self._loaded()
+        if lost_term := before.lost_term(self._term):
+            await self._adopt(before, least_term=lost_term + 1)
+            return
         wait_s = self._wait_s(before, await self._clock.now_ms())
         # Without a wait the stream is read all the same, and the event's delivery comes with a later turn.
         delivery = await self._ports.consumer.next(timeout_s=wait_s) if wait_s else None
@@ -172,7 +181,7 @@ class SchedulerService:
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         begun = begin(before, await self._new_events(before, delivery), missed=self._missed)
         is_due = delivery is None or self._pace.is_due(before, begun.after, await self._clock.now_ms())
-        if begun.after.is_of_start_before(self._boot):
+        if begun.after.is_of_start_before(self._boot) or begun.after.lost_term(self._term):
             await self._write(begun)
         elif is_due:
             # A beat reads ownership too: it shows the work that another replica did not finish.
@@ -201,6 +210,7 @@ class SchedulerService:
         # Read before the state: what is acknowledged by now, a state that was written by now holds.
         acknowledged = await self._ports.consumer.acknowledged()
         found = await self._ports.store.load(self._job)
+        self._term = (await self._ports.store.identity()).term
         self._written = found or JobState(payload=b"", write=0, version=0)
         state = decode_state(found.payload) if found else ClusterState(job=self._job)
         self._missed = await self._lost(state, until=acknowledged)
@@ -302,6 +312,9 @@ class SchedulerService:
         ended = set(made.before.transitions).difference(after.transitions)
         if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
             await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
+        if after.next_iteration > made.before.next_iteration:
+            # No other command is issued again, and a lead takes none twice in its epoch.
+            await self._ports.store.forget_commands(self._job, keep=after.expectations)
 
     def _show(self, state: ClusterState) -> None:
         self._state = state
@@ -332,10 +345,12 @@ class SchedulerService:
         self._pace = replace(self._pace, has_news=has_news)
         await self._ports.issuer.issue_all(decision.commands, state)
 
-    async def _adopt(self, state: ClusterState | None) -> None:
+    async def _adopt(self, state: ClusterState | None, *, least_term: int = 0) -> None:
         """`state` names the instances whose gates can be asked."""
+        ports = self._ports
         try:
-            await adopt(self._ports.store, self._ports.terms, lambda: self._ports.ask_gates(state))
+            opened = await adopt(ports.store, ports.terms, lambda: ports.ask_gates(state), least_term=least_term)
+            self._term = opened.term
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
             # The store or the bus failed again meanwhile.
             self._log.warning("not adopted yet", error=str(error))

@@ -46,7 +46,7 @@ from services.scheduler.state.observed import Pictures
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed, Snapshot
 from tidegate.ownership.records import GpuRecord, GpuState, Owner, PartKind, Transition
-from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, TransitionId
+from tidegate.types import GpuId, Grant, InstanceId, JobId, NodeId, Role, Token, TransitionId
 
 
 class Phase(StrEnum):
@@ -239,6 +239,18 @@ class ClusterState:
         coming = {move.gpu for move in transition.moves if move.target == owner} if transition else set()
         strangers = [record for record in self.records_of(role) if token_of.get(record.gpu) != record.token]
         return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
+
+    def lost_term(self, term: int) -> int:
+        """The largest term of a token that passed a gate and that a store under `term` cannot have granted: it was
+        granted, and the store has lost it. 0 without such a token."""
+        passed = (grant for instance in self.instances.values() for grant in instance.gates)
+        first = Token(term, 0)
+        lost = [
+            grant.token.term
+            for grant in passed
+            if grant.token > max(first, self.gpus[grant.gpu].token if grant.gpu in self.gpus else first)
+        ]
+        return max(lost, default=0)
 
     def living(self, *, role: Role | None = None, node: NodeId | None = None) -> tuple[InstanceId, ...]:
         """Instances that can be asked, by name: of this role and on this node, where they are given."""

@@ -19,11 +19,13 @@ from tidegate.types import Grant, InstanceId, Layout, NodeId, Role, Token, Trans
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A running service of a role on a node. `living` is False from its lost lease on, until it joins again."""
+    """A running service of a role on a node. `living` is False from its lost lease on, until it joins again.
+    `gates`: the highest token that had passed the gate of each GPU of its node when it joined."""
 
     endpoint: str
     boot: int
     living: bool
+    gates: tuple[Grant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
+    """`gates`: the highest token that ever passed the gate of each GPU of its node."""
+
     instance: InstanceId
     endpoint: str
     boot: int
+    gates: tuple[Grant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ async def real_workers(tmp_path: Path, memory: Path, **sections: Any) -> AsyncIt
             instances[node] = LocalInstance(
                 JOB,
                 node=node,
+                gpus=bench.config.cluster.gpus(),
                 workers=at.workers[node],
                 gate=at.gates[node],
                 snapshots=snapshots,

@@ -30,7 +30,7 @@ from tidegate.runtime.fork_client import ForkServerLauncher
 from tidegate.runtime.instance import LocalInstance
 from tidegate.runtime.snapshots import SnapshotStore
 from tidegate.runtime.workers import LocalWorkers, WorkerHome
-from tidegate.types import Grant, Layout, Role
+from tidegate.types import Grant, Layout, Role, gpu_id
 from tidegate.v1 import commands_pb2, samples_pb2, types_pb2
 
 NODE = NODES[0]
@@ -187,7 +187,13 @@ async def real_copies(
     snapshots = SnapshotStore(tmp_path / "snapshots", node=NODE, source=_NoOtherNode())
     shutil.copytree(weights, snapshots.folder(JOB, incarnation=1, version=0))
     instance = LocalInstance(
-        JOB, node=NODE, workers=workers, gate=Gate(tmp_path / "gate"), snapshots=snapshots, timeout_s=START_S
+        JOB,
+        node=NODE,
+        gpus=[gpu_id(NODE, index) for index in range(8)],
+        workers=workers,
+        gate=Gate(tmp_path / "gate"),
+        snapshots=snapshots,
+        timeout_s=START_S,
     )
     fields = sections(layout) | {"scheduler": {"policy": policy}}
     async with bench(tmp_path, Role.INFERENCE, InferenceLead, never, wrap=WatchedSamples, **fields) as opened:

@@ -167,7 +167,13 @@ def _instance(bench: ServerBench, node: NodeId, folder: Path) -> RecordingInstan
     bench.workers[node] = LocalWorkers(home, gate=gate, launcher=SubprocessLauncher(allow=("tests.",)), on_death=died)
     snapshots = SnapshotStore(snapshot_root(config, node), node=node, source=GrpcShardSource(_no_channel))
     instance = RecordingInstance(
-        job, node=node, workers=bench.workers[node], gate=gate, snapshots=snapshots, timeout_s=60.0
+        job,
+        node=node,
+        gpus=config.cluster.gpus(),
+        workers=bench.workers[node],
+        gate=gate,
+        snapshots=snapshots,
+        timeout_s=60.0,
     )
     instance.records = bench.records
     return instance

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tidegate.adapters.grpc_server import Service
 from tidegate.gate import Gate
-from tidegate.runtime.instance import InstanceServicer, LocalInstance, WeightsServicer
+from tidegate.runtime.instance import STATUSES, InstanceServicer, LocalInstance, WeightsServicer
 from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
 from tidegate.runtime.snapshots import ShardSource, SnapshotStore
 from tidegate.runtime.workers import LocalWorkers, WorkerHome
-from tidegate.types import GpuId, Grant, JobId, NodeId, Token
+from tidegate.types import GpuId, Grant, JobId, NodeId, Token, gpu_id
 from tidegate.v1 import instance_pb2, instance_pb2_grpc
 
 JOB = JobId("demo")
@@ -74,7 +74,13 @@ class Node:
         self.workers = LocalWorkers(home, gate=self.gate, launcher=launcher, on_death=self._died)
         self.snapshots = SnapshotStore(folder / name / "snapshots", node=self.name, source=source)
         self.instance = LocalInstance(
-            JOB, node=self.name, workers=self.workers, gate=self.gate, snapshots=self.snapshots, timeout_s=10
+            JOB,
+            node=self.name,
+            gpus=[gpu_id(self.name, index) for index in range(4)],
+            workers=self.workers,
+            gate=self.gate,
+            snapshots=self.snapshots,
+            timeout_s=10,
         )
 
     async def _died(self, died: Grant, exit_status: int) -> None:
@@ -87,7 +93,9 @@ def services_of(node: Node) -> list[Service]:
     services = instance_pb2.DESCRIPTOR.services_by_name
     return [
         Service(
-            services["Instance"], lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server)
+            services["Instance"],
+            lambda server: instance_pb2_grpc.add_InstanceServicer_to_server(instance, server),
+            STATUSES,
         ),
         Service(services["Weights"], lambda server: instance_pb2_grpc.add_WeightsServicer_to_server(weights, server)),
     ]

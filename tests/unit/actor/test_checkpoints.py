@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,66 @@ def test_a_damaged_file_is_named_when_the_checkpoint_is_loaded(tmp_path: Path) -
     (store.path(checkpoint.name) / "rank00000.safetensors").write_bytes(b"else")
     with pytest.raises(CheckpointError, match=r"rank00000.safetensors has checksum .* resume from another checkpoint"):
         store.load(checkpoint.name)
+
+
+def _without_file(folder: Path) -> None:
+    (folder / "rank00000.safetensors").unlink()
+
+
+def _with_flipped_bit(folder: Path) -> None:
+    content = bytearray((folder / "rank00000.safetensors").read_bytes())
+    content[3] ^= 1
+    (folder / "rank00000.safetensors").write_bytes(content)
+
+
+def _with_a_cut_manifest(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a file is gone": _without_file,
+    "a bit of a file is flipped": _with_flipped_bit,
+    "the manifest is cut": _with_a_cut_manifest,
+    "the manifest is of other values": lambda folder: (folder / "manifest.json").write_text('{"format": 3}'),
+    "the manifest is no map": lambda folder: (folder / "manifest.json").write_text("[3]"),
+    "the manifest is no text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "all of it is gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_checkpoint_falls_back_to_the_newest_sound_one_and_is_set_aside(case: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    _saved(store, next_iteration=1)
+    want = _saved(store, next_iteration=2)
+    newest = _saved(store, next_iteration=3)
+    DAMAGES[case](store.path(newest.name))
+
+    found, faults = store.load_newest(newest.name)
+
+    assert found == want
+    assert len(faults) == 1
+    assert newest.name in faults[0]
+    assert store.names() == ["inc000-it000001", "inc000-it000002"]
+    assert (tmp_path / f"{newest.name}.damaged").exists() == (case != "all of it is gone")
+
+
+def test_where_no_checkpoint_is_sound_the_newest_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for next_iteration in (1, 2):
+        _without_file(store.path(_saved(store, next_iteration=next_iteration).name))
+    with pytest.raises(CheckpointError, match=r"inc000-it000002/rank00000\.safetensors is missing"):
+        store.load_newest("inc000-it000002")
+    assert store.names() == ["inc000-it000001", "inc000-it000002"]
+
+
+def test_work_that_a_later_incarnation_superseded_is_nothing_to_fall_back_to(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    want = _saved(store, next_iteration=2, incarnation=1)
+    _saved(store, next_iteration=5, incarnation=1)
+    _without_file(store.path(_saved(store, next_iteration=3, incarnation=2).name))
+    assert store.load_newest("inc002-it000003")[0] == want
 
 
 def test_a_checkpoint_with_a_missing_file_is_not_committed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from services.actor.checkpoints import CheckpointStore
 from tests.component_bench import JOB, NODES
 from tests.unit.actor.actor_bench import ids, training
 from tidegate.codec import fate_of
+from tidegate.job import JobFolder
 from tidegate.ports.bus import Stage
 from tidegate.v1 import events_pb2
 
@@ -156,6 +157,28 @@ async def test_a_resume_in_the_incarnation_of_the_checkpoint_is_refused(tmp_path
         of.take(of.bench.scale_up(of.bench.grants(term=2), checkpoint="inc001-it000001"))
         (failed,) = await of.bench.published("failed")
         assert "incarnation 1 does not follow the checkpoint's 1" in failed.failed.message
+
+
+async def test_a_resume_whose_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    async with training(tmp_path) as of:
+        for iteration in range(2):
+            prompts = range(4 * iteration, 4 * iteration + 4)
+            await of.scored(prompts, iteration=iteration, version=iteration)
+            if iteration == 0:
+                old = of.start()
+            else:
+                of.take(of.bench.open_iteration(iteration))
+            of.close(iteration)
+            await of.bench.published("weights_published", count=2 + iteration)
+        await old.aclose()
+        manifest = JobFolder.of(of.bench.config).checkpoints / "inc001-it000002" / "manifest.json"
+        manifest.write_text("{}")
+        of.bench.new_lead()
+        of.take(of.bench.scale_up(of.bench.grants(term=2), incarnation=2, checkpoint="inc001-it000002"))
+        *_, committed = await of.bench.published("layout_committed", count=2)
+        assert committed.layout_committed.next_iteration == 1
+        *_, published = await of.bench.published("weights_published", count=4)
+        assert published.weights_published.snapshot.version == 1
 
 
 async def test_a_missing_checkpoint_fails_before_any_worker_starts(tmp_path: Path) -> None:

@@ -41,10 +41,22 @@ def test_a_save_that_did_not_end_and_a_folder_of_another_name_are_no_checkpoints
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    save(tmp_path, incarnation=1, next_iteration=1)
-    (tmp_path / "inc001-it000001" / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"checkpoint .*inc001-it000001 cannot be read \(KeyError"):
+def test_a_resume_goes_on_from_the_newest_that_can_be_read(tmp_path: Path) -> None:
+    for next_iteration, manifest in enumerate((None, "{}", '{"next_iteration": 3'), start=1):
+        save(tmp_path, incarnation=1, next_iteration=next_iteration)
+        if manifest is not None:
+            (tmp_path / f"inc001-it00000{next_iteration}" / "manifest.json").write_text(manifest)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == "inc001-it000001"
+    assert [each.partition(" ")[0] for each in found.passed_over] == ["inc001-it000003", "inc001-it000002"]
+
+
+def test_where_no_manifest_can_be_read_all_are_named(tmp_path: Path) -> None:
+    for next_iteration in (1, 2):
+        save(tmp_path, incarnation=1, next_iteration=next_iteration)
+        (tmp_path / f"inc001-it00000{next_iteration}" / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"can be read: inc001-it000002 \(KeyError.*inc001-it000001 \(KeyError"):
         newest_checkpoint(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.unit.cli.configs import small_config, small_file
 from tests.unit.cli.configs_on_data import RIGHT, on_data
 from tidegate.attempts import attempts_in
 from tidegate.config.files import load_config
-from tidegate.config.job_config import JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import (
@@ -54,6 +55,16 @@ def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: P
         assert load_job(saved).tokenizer.vocab_size == load_job(config).tokenizer.vocab_size
         assert Path(saved.runtime.host_memory_root) == host_memory_folder(config)
         assert stat.S_IMODE(host_memory_folder(config).stat().st_mode) == 0o700
+
+
+def test_a_resume_names_the_config_that_is_damaged(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path))
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
+        text = first.folder.config.read_text()
+    for damaged in (text[: len(text) // 2].encode(), b"\xff\xfe", b"[]", b'{"job": "small"}'):
+        first.folder.config.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(first.folder.config))} is damaged"):
+            claim_folder(job, Start.RESUME, now_unix_s=0.0).__enter__()
 
 
 def test_each_start_is_an_attempt_of_its_own_and_a_forced_one_counts_from_one_again(tmp_path: Path) -> None:

@@ -148,6 +148,21 @@ class TestAdopt:
         assert (await adopt(memory_store(server), terms, must_not_ask)).term == 1
         assert await terms.read() == (1, 1)
 
+    async def test_an_open_store_below_the_least_term_is_shut_and_adopted_above_it(self) -> None:
+        server, terms = MemoryServer(), MemoryTermRegister()
+        other, store = memory_store(server), memory_store(server)
+        await adopt(other, terms, no_gates)
+        await other.register((GPU,))
+
+        async def ask() -> GateReports:
+            return {NODE: [GateState(GPU, Token(6, 2), held=False)]}
+
+        assert (await adopt(store, terms, ask, least_term=7)).term == 7
+        assert (await store.gpus())[GPU] == GpuRecord(GPU, GpuState.FREE, None, Token(6, 2))
+        with pytest.raises(StoreNotAdopted):
+            await other.gpus()
+        assert (await adopt(other, terms, no_gates, least_term=7)).term == 7, "it is joined, not adopted again"
+
     async def test_a_restarted_store_opens_with_the_reports_of_the_gates(self) -> None:
         server, terms = MemoryServer(), MemoryTermRegister()
         store = memory_store(server)

@@ -136,6 +136,7 @@ class Hosting:
         self.server = server
         self.store = WatchedStore(server, opened.changes)
         self.now_s = 0.0
+        self.gates: list[Grant] = []
         self.stopping = asyncio.Event()
         self.hosts: list[ComponentHost] = []
         self.running: list[asyncio.Task[None]] = []
@@ -155,11 +156,15 @@ class Hosting:
             announcer=Announcer(self.bench.bus.events, source, JOB),
             times=RuntimeSection(lead_ttl_s=LEAD_TTL_MS / 1000, lease_ttl_s=LEASE_TTL_MS / 1000),
             make_lead=self.bench.new_lead,
+            gates=self._gates,
             now_s=lambda: self.now_s,
         )
         self.hosts.append(host)
         self.running.append(asyncio.create_task(host.run(self.stopping)))
         return host
+
+    async def _gates(self) -> list[Grant]:
+        return self.gates
 
     async def elected(self, *, count: int = 1) -> int:
         """The epoch of the election with this number."""

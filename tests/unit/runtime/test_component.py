@@ -12,6 +12,7 @@ import pytest
 
 from tests.component_bench import JOB, NODES, snapshot
 from tests.unit.runtime.diary import LEAD_TTL_MS, ROLE, DiaryLead, Hosting, hosting
+from tidegate.adapters.cell_store import COUNTS_PER_TERM
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.ownership.records import StoreUnavailable
@@ -190,7 +191,7 @@ async def test_all_commands_of_an_iteration_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "want"),
     [
-        ({"lead_epoch": 9}, "the command is for epoch 9, inference@n0 leads under 1"),
+        ({"lead_epoch": 9}, f"the command is for epoch 9, inference@n0 leads under {COUNTS_PER_TERM + 1}"),
         ({"job": "another"}, "is for job 'another', this instance works for 'bench'"),
         ({"incarnation": 2}, "is of incarnation 2, the component is at 3"),
     ],

@@ -8,11 +8,15 @@ import pytest
 
 from tests.component_bench import JOB, NODES
 from tests.unit.runtime.diary import LEAD_TTL_MS, LEASE_TTL_MS, ROLE, WatchedStore, hosting, no_gates
+from tidegate.adapters.cell_store import COUNTS_PER_TERM
+from tidegate.codec import decode_grants
 from tidegate.ownership.adoption import adopt
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import GpuId, Grant, Token, instance_id
 from tidegate.v1 import events_pb2
 
+FIRST = COUNTS_PER_TERM + 1
+"""The first epoch of the store's first term."""
 HERE, ELSEWHERE = (instance_id(ROLE, node) for node in NODES)
 
 
@@ -20,11 +24,19 @@ async def test_an_instance_joins_before_it_leads(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start(boot=3)
         (elected,) = await of.bench.published("lead_elected")
-        assert elected.lead_elected == events_pb2.LeadElected(instance=HERE, endpoint="at-n0", epoch=1)
+        assert elected.lead_elected == events_pb2.LeadElected(instance=HERE, endpoint="at-n0", epoch=FIRST)
         assert await of.bench.kinds() == ["instance_joined", "lead_elected"]
         (joined,) = await of.bench.published("instance_joined")
         assert joined.instance_joined == events_pb2.InstanceJoined(instance=HERE, endpoint="at-n0", boot=3)
-        assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
+        assert host.lead_for(FIRST, incarnation=1) is of.bench.leads[0]
+
+
+async def test_an_instance_that_joins_tells_the_tokens_that_its_nodes_gates_know(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.gates = [Grant(GpuId("n0/0"), Token(4, 2))]
+        of.start()
+        (joined,) = await of.bench.published("instance_joined")
+        assert decode_grants(joined.instance_joined.gates) == tuple(of.gates)
 
 
 async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Path) -> None:
@@ -35,8 +47,8 @@ async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Pat
             of.server.pass_ms(LEAD_TTL_MS - 1)
             await of.next_beat()
         record = await of.lead_in_force()
-        assert (record.instance, record.epoch) == (HERE, 1)
-        assert host.lead_for(1, incarnation=1) is of.bench.leads[0]
+        assert (record.instance, record.epoch) == (HERE, FIRST)
+        assert host.lead_for(FIRST, incarnation=1) is of.bench.leads[0]
         assert len(of.bench.leads) == 1
         assert (await of.bench.kinds()).count("lead_elected") == 1
 
@@ -60,17 +72,17 @@ async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
         await of.bench.published("instance_joined")
         await of.next_beat()
         with pytest.raises(CommandRefused, match="inference@n0 does not lead inference"):
-            host.lead_for(1, incarnation=1)
+            host.lead_for(FIRST, incarnation=1)
         of.server.pass_ms(LEAD_TTL_MS)
-        assert await of.elected() == 2, "the former lead is gone: its time is over"
-        host.lead_for(2, incarnation=1)
+        assert await of.elected() == FIRST + 1, "the former lead is gone: its time is over"
+        host.lead_for(FIRST + 1, incarnation=1)
 
 
 async def test_a_command_of_another_epoch_is_refused_with_both_numbers(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start()
         await of.elected()
-        with pytest.raises(CommandRefused, match="for epoch 7, inference@n0 leads under 1"):
+        with pytest.raises(CommandRefused, match=f"for epoch 7, inference@n0 leads under {FIRST}"):
             host.lead_for(7, incarnation=1)
 
 
@@ -84,14 +96,14 @@ async def test_a_lead_that_lost_its_epoch_stops_leading_and_may_lead_again_later
         of.server.pass_ms(LEAD_TTL_MS)
         other = await of.other_client()
         taken = await other.campaign(JOB, ROLE, instance=ELSEWHERE, endpoint="at-n1", ttl_ms=LEAD_TTL_MS)
-        assert (taken.instance, taken.epoch) == (ELSEWHERE, 2)
+        assert (taken.instance, taken.epoch) == (ELSEWHERE, FIRST + 1)
         await of.bench.changes.until(lambda: lead.diary[-1] == "cancel 0")
         await of.next_beat()
         with pytest.raises(CommandRefused, match="does not lead"):
-            host.lead_for(1, incarnation=1)
+            host.lead_for(FIRST, incarnation=1)
         of.server.pass_ms(LEAD_TTL_MS)
-        assert await of.elected(count=2) == 3
-        assert host.lead_for(3, incarnation=1) is of.bench.leads[1], "a lead is made anew for each epoch"
+        assert await of.elected(count=2) == FIRST + 2
+        assert host.lead_for(FIRST + 2, incarnation=1) is of.bench.leads[1], "a lead is made anew for each epoch"
 
 
 async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.adapters.tables import state_cell
-from tidegate.codec import decode_grants, fate_of
+from tidegate.codec import decode_grants, encode_grants, fate_of
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
 from tidegate.moves_log import MovesLog
@@ -53,6 +53,8 @@ class WireCluster:
     before_ack: Callable[[EventDelivery], bool] = lambda _: True
     start: int = 1
     """The boot of the launcher and of the instances."""
+    gates: tuple[Grant, ...] = ()
+    """The tokens that gates of all nodes know, as instances tell when they join."""
     _announcers: dict[str, Announcer] = field(default_factory=dict)
     _members: dict[Role, tuple[Grant, ...]] = field(default_factory=dict)
     _num_replicas: int = 0
@@ -75,7 +77,9 @@ class WireCluster:
         for role in Role:
             for node in NODES:
                 name = instance_id(role, node)
-                joined = events_pb2.InstanceJoined(instance=name, endpoint=f"at-{name}", boot=self.start)
+                joined = events_pb2.InstanceJoined(
+                    instance=name, endpoint=f"at-{name}", boot=self.start, gates=encode_grants(self.gates)
+                )
                 await self.announcer(name, role).publish(joined, incarnation=0)
             name = instance_id(role, NODES[0])
             elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=self.start)

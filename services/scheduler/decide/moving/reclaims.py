@@ -49,6 +49,11 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Need
     lead, component = state.lead_of(role), state.components[role]
     if lead is None:
         return Needs((), (f"{grant.gpu} is held by a living worker of the {role}, which has no lead to stop it",))
+    node = node_of(grant.gpu)
+    if not state.living(role=role, node=node):
+        # The lead could not reach the worker: it knows only the instances that the command names.
+        held = f"{grant.gpu} is held by a living worker of the {role}"
+        return Needs((), (f"{held}, whose instance on {node} is not known to live",))
     step = f"{state.job}/{grant.gpu}/{grant.token}/clear"
     down = cmd.ScaleDown(
         header=header(state, role, lead, step=step, now_ms=now_ms),

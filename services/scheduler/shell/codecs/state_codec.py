@@ -121,7 +121,8 @@ def _lead_elected(body: events_pb2.LeadElected) -> ev.LeadElected:
 
 def _joined(body: events_pb2.InstanceJoined) -> ev.InstanceJoined:
     require(body, "endpoint", "boot")
-    return ev.InstanceJoined(_instance(body.instance, field="InstanceJoined.instance"), body.endpoint, body.boot)
+    instance = _instance(body.instance, field="InstanceJoined.instance")
+    return ev.InstanceJoined(instance, body.endpoint, body.boot, decode_grants(body.gates))
 
 
 def _published(body: events_pb2.WeightsPublished) -> ev.WeightsPublished:

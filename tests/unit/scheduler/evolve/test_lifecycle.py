@@ -362,13 +362,13 @@ def test_a_checkpoint_that_the_launcher_finds_is_where_a_resume_without_a_state_
 
 FOUND = {
     "a newer checkpoint than the state knows": (2, "found", 2),
-    "the checkpoint that the state knows": (1, "step-1-1", 1),
-    "an older checkpoint than the state knows": (0, "step-1-1", 1),
+    "another of the same iteration": (1, "found", 1),
+    "an older one, because the one that the state knows is gone": (0, "found", 0),
 }
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_a_resume_with_a_state_begins_from_the_newer_of_its_checkpoint_and_the_one_found(case: str) -> None:
+def test_a_resume_with_a_state_begins_from_the_checkpoint_that_the_launcher_found(case: str) -> None:
     found, want_name, want_iteration = FOUND[case]
     drive = booted(FakeCluster(spec(num_iterations=4)))
     drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 1)
@@ -378,6 +378,24 @@ def test_a_resume_with_a_state_begins_from_the_newer_of_its_checkpoint_and_the_o
     assert state.checkpoint is not None
     assert (state.checkpoint.name, state.next_iteration, state.incarnation) == (want_name, want_iteration, 9)
     assert drive.run().phase is Phase.FINISHED
+
+
+def test_an_actor_that_passes_over_a_damaged_checkpoint_trains_again_what_came_after_the_older_one() -> None:
+    drive = booted(FakeCluster(spec(num_iterations=3, max_actor_restarts=9)))
+    state = drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
+    assert state.checkpoint is not None
+    # Its lead finds the files damaged, and loads the checkpoint before.
+    drive.cluster.checkpoints[state.checkpoint.name] = 1
+    drive.cluster.move_lead(Role.ACTOR)
+
+    restarted = drive.run_until(lambda state: state.incarnation == 2 and state.components[Role.ACTOR].is_up)
+
+    assert restarted.next_iteration == 1
+    assert f"checkpoint {state.checkpoint.name} could not be used" in restarted.message
+    assert "goes on from iteration 1 and trains again what came after it" in restarted.message
+    state = drive.run()
+    assert state.phase is Phase.FINISHED
+    assert [each.iteration for each in state.summaries if not each.is_superseded] == [0, 1, 2]
 
 
 def test_a_checkpoint_that_a_launcher_reports_leaves_the_present_incarnation_as_it_is() -> None:

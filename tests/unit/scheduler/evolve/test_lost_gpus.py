@@ -8,12 +8,12 @@ from services.scheduler.evolve.fold import evolve
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import Phase
-from tests.unit.scheduler.drive import booted
+from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
 from tests.unit.scheduler.open_iteration import is_iterating, iterating
 from tidegate.ownership.records import GpuRecord, GpuState
-from tidegate.types import Grant, NodeId, Role, Token, instance_id
+from tidegate.types import GpuId, Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
 
@@ -38,6 +38,28 @@ def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it
     ]
     assert sorted(grants[0].gpu for grants in cleared) == lost
     assert state.phase is Phase.FINISHED
+
+
+def _cleared(drive: Drive) -> list[GpuId]:
+    downs = [each for each in drive.cluster.log if isinstance(each, cmd.ScaleDown) and not each.header.transition_id]
+    return [grant.gpu for each in downs for grant in each.grants]
+
+
+def test_a_held_gpu_is_cleared_once_an_instance_of_its_holder_lives_on_its_node() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
+    while drive.cluster.outbox:
+        drive.deliver(drive.cluster.outbox.pop(0))
+    assert {grant.gpu for grant in drive.state.held} == {gpu("n1", 1), gpu("n1", 3)}
+    assert _cleared(drive) == [], "the lead does not know the instance that it would ask"
+    assert "whose instance on n1 is not known to live" in drive.last_reason
+
+    drive.cluster.voice.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    state = drive.run()
+
+    assert sorted(_cleared(drive)) == [gpu("n1", 1), gpu("n1", 3)]
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
 
 
 def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from services.scheduler.shell.opening import LIMIT_S, RETRY_S, open_store
 from tests.component_bench import ManualClock
-from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.cell_store import COUNTS_PER_TERM, CellStore
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.ownership.adoption import GateReports
@@ -60,7 +60,7 @@ async def opened(store: CellStore, *pauses_s: float) -> int:
 async def test_a_store_without_an_answer_ends_no_start() -> None:
     server = MemoryServer()
     with capture_logs() as lines:
-        assert await opened(_Silent(server, num_silent=1), RETRY_S) == 1
+        assert await opened(_Silent(server, num_silent=1), RETRY_S) == COUNTS_PER_TERM + 1
     assert server.identity.is_open
     (line,) = lines
     assert (line["log_level"], line["error"]) == ("warning", "the store did not answer")
@@ -69,7 +69,7 @@ async def test_a_store_without_an_answer_ends_no_start() -> None:
 
 async def test_a_lost_answer_to_the_number_of_the_start_costs_a_number_alone() -> None:
     store = _Silent(MemoryServer(), num_lost=1)
-    assert await opened(store, RETRY_S) == 2
+    assert await opened(store, RETRY_S) == COUNTS_PER_TERM + 2
 
 
 async def test_a_store_that_never_answers_is_given_up_by_a_start_that_says_why_and_fails() -> None:

@@ -20,7 +20,7 @@ from tidegate.adapters.cells import Cell
 from tidegate.moves_log import read_moves
 from tidegate.ports.bus import EventDelivery
 from tidegate.ports.store import Identity
-from tidegate.types import Role, instance_id
+from tidegate.types import CommandId, Grant, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2
 
 NUM_ITERATIONS = 3
@@ -66,6 +66,26 @@ async def test_one_replica_runs_a_job_from_its_submission_to_its_end(tmp_path: P
         assert {record.state for record in records.values()} == {"free"}
 
 
+@pytest.mark.parametrize(
+    ("passed", "want"),
+    [(Token(7, 1), 8), (Token(1, 1), 2), (None, 1)],
+    ids=["of a larger term", "of the same term, which the store granted nobody", "none"],
+)
+async def test_before_anything_is_decided_the_store_is_adopted_above_a_token_of_a_gate_that_the_store_has_lost(
+    tmp_path: Path, passed: Token | None, want: int
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        of.gates = () if passed is None else (Grant(of.config.placement(Role.ACTOR)[0], passed),)
+        await of.boot()
+        await of.submit()
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+        assert of.server.identity.term == want
+        assert (await of.bus.term.read())[0] == want
+        ups = [request for request in of.sent if isinstance(request, commands_pb2.ScaleUpRequest)]
+        assert {grant.token.term for request in ups for grant in request.grants} == {want}
+
+
 async def test_a_job_goes_on_from_one_structural_event_to_the_next_however_seldom_progress_is_decided_on(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +108,18 @@ async def test_a_job_leaves_a_log_of_its_decisions_moves_and_iterations(tmp_path
     assert reported == list(range(NUM_ITERATIONS))
     closed = [(line["parts"][0]["role"], line["parts"][0]["kind"]) for line in lines if line["kind"] == "closed"]
     assert sorted(closed) == sorted((role, kind) for role in Role for kind in ("start", "stop"))
+
+
+async def test_the_results_of_an_iterations_commands_are_forgotten_with_it(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        store = await of.client()
+        early = CommandId(f"{JOB}/1/i0/open/actor/e1/a0")
+        await store.remember(JOB, early, b"done")
+        async with running(await of.replica()):
+            await assert_whole_job(of)
+        assert await store.recall(JOB, early) is None
 
 
 async def test_a_log_that_cannot_be_written_stops_no_job(tmp_path: Path) -> None:
