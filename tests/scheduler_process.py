@@ -12,13 +12,16 @@ from pathlib import Path
 
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
+from tidegate.runtime.service import connect_bus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @asynccontextmanager
 async def scheduler_process(config: JobConfig) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs one replica until the end of the block. Its log is `scheduler.jsonl` of the job's first attempt."""
+    """Runs one replica until the end of the block, and makes the job's streams for it, as a launcher does. Its log is
+    `scheduler.jsonl` of the job's first attempt."""
+    await (await connect_bus(config, name="launcher", opens_after=0)).close()
     folder = JobFolder.of(config)
     (logs := folder.attempt().logs).mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config.to_json())

@@ -38,7 +38,7 @@ async def test_a_run_that_is_stopped_has_the_schedulers_last_word_if_it_answers(
         control_pb2_grpc.add_ControlServicer_to_server(ReportingScheduler(folder), server)
         folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"}))
         await server.start()
-        bus = await connect_bus(config, name="test")
+        bus = await connect_bus(config, name="test", opens_after=0)
         try:
             if not is_there:
                 await server.stop(None)

@@ -86,7 +86,7 @@ async def test_a_fresh_run_is_refused_where_the_servers_have_an_older_one_of_its
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = with_servers(tmp_path, nats_url=servers.nats.url, redis_url=servers.store.url)
         await check_servers(config, Start.FRESH)
-        bus = await connect_bus(config, name="test")
+        bus = await connect_bus(config, name="test", opens_after=0)
         try:
             await check_servers(config, Start.FRESH)
             source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)

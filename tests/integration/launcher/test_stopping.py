@@ -123,7 +123,7 @@ def test_a_run_that_fills_its_stream_of_events_stops_and_goes_on_once_the_stream
 
 async def fill_events(config: JobConfig) -> None:
     """Fills the stream with events that change nothing in the job."""
-    bus = await connect_bus(config, name="test")
+    bus = await connect_bus(config, name="test", opens_after=0)
     source = EventSource("test", role=None, boot=1, now_ns=lambda: 1)
     failed = events_pb2.Failed(what=events_pb2.Failed.WHAT_SAMPLE, message="x" * 200_000)
     try:

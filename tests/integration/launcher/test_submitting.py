@@ -53,7 +53,7 @@ async def followed(tmp_path: Path, now_s: Callable[[], float] = time.monotonic) 
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         folder = JobFolder.of(config)
         folder.root.mkdir(parents=True)
-        bus = await connect_bus(config, name="test")
+        bus = await connect_bus(config, name="test", opens_after=0)
         try:
             with (tmp_path / "shown").open("w") as shown:
                 follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)), now_s=now_s)
@@ -202,7 +202,7 @@ async def test_the_file_of_events_continues_where_it_ended(left: str, want: list
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         folder = JobFolder.of(config)
         folder.root.mkdir(parents=True)
-        bus = await connect_bus(config, name="test")
+        bus = await connect_bus(config, name="test", opens_after=0)
         try:
             for boot in (1, 2):
                 source = EventSource("launcher", role=None, boot=boot, now_ns=lambda: 1)
