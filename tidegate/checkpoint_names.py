@@ -6,8 +6,12 @@ incarnation was superseded. [test_checkpoint_names: later_incarnation_is_newer]
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
+from pathlib import Path
 
+_SET_ASIDE = ".damaged"
 _NAME = re.compile(r"inc(\d+)-it(\d+)")
 
 
@@ -19,3 +23,9 @@ def place_of(name: str) -> tuple[int, int] | None:
     """(incarnation, next iteration), the sort key of checkpoints. None for any other name."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def set_aside(folder: Path) -> None:
+    """Give a damaged checkpoint another name: it is found no more, and stays for a person to look at."""
+    with suppress(OSError):  # it is gone, or another of its name is set aside
+        os.rename(folder, folder.with_name(f"{folder.name}{_SET_ASIDE}"))

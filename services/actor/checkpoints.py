@@ -21,13 +21,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from services.actor.ledger import LedgerError, SampleLedger
-from tidegate.checkpoint_names import checkpoint_name, place_of
+from tidegate.checkpoint_names import checkpoint_name, place_of, set_aside
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.lr.checkpoint import decoded, encoded
 from tidegate.lr.errors import ForeignCheckpoint, LrError
@@ -39,11 +38,14 @@ _FORMAT_WITHOUT_LR = 2
 """The format before this one. Its learning rate followed the number of trained samples."""
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
-_SET_ASIDE = ".damaged"
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message names the file and the remedy."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """Its contents are not those that were saved, or are gone: no later try finds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +122,23 @@ class CheckpointStore:
     def load_newest(self, name: str) -> tuple[Checkpoint, tuple[str, ...]]:
         """The checkpoint of this name, or the newest older one that is sound. Returns the faults of those passed over.
 
-        They get another name, so that they are found no more and stay for a person to look at. Raises CheckpointError,
-        that of the first, where none is sound: then nothing was changed."""
+        Those are set aside. Raises CheckpointError for one that is of another format or cannot be read now, and
+        CheckpointDamaged, that of the first, where none is sound: then nothing was changed."""
         place = place_of(name)
         older = [each for each in self.names() if place and _is_before(place_of(each), place)]
-        faults: list[CheckpointError] = []
+        faults: list[CheckpointDamaged] = []
         bad: list[str] = []
         for each in (name, *reversed(older)):
             try:
                 found = self.load(each)
-            except CheckpointError as error:
+            except CheckpointDamaged as error:
                 faults.append(error)
                 bad.append(each)
                 continue
             for damaged in bad:
-                self._set_aside(damaged)
+                set_aside(self._folder / damaged)
             return found, tuple(map(str, faults))
         raise faults[0]
-
-    def _set_aside(self, name: str) -> None:
-        with suppress(OSError):  # it is gone, or another of its name is set aside
-            os.rename(self._folder / name, self._folder / f"{name}{_SET_ASIDE}")
 
     def load(self, name: str) -> Checkpoint:
         """Read and check a checkpoint.
@@ -149,12 +147,16 @@ class CheckpointStore:
         folder = self._folder / name
         try:
             raw: dict[str, Any] = dict(json.loads((folder / _MANIFEST).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except (FileNotFoundError, ValueError, TypeError) as error:
             known = ", ".join(self.names()) or "none"
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
             ) from error
-        if raw.get("format") not in (_FORMAT_WITHOUT_LR, FORMAT_VERSION):
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {folder} cannot be read now ({error}): see to its disk") from error
+        if not isinstance(raw.get("format"), int):
+            raise CheckpointDamaged(f"checkpoint {folder} has a damaged manifest, without its format")
+        if raw["format"] not in (_FORMAT_WITHOUT_LR, FORMAT_VERSION):
             raise CheckpointError(
                 f"checkpoint {folder} has format {raw.get('format')}; this version reads {_FORMAT_WITHOUT_LR} and "
                 f"{FORMAT_VERSION}"
@@ -165,9 +167,9 @@ class CheckpointStore:
             files = tuple(WrittenFile(**file) for file in raw["files"])
             next_iteration, version, layout = int(raw["next_iteration"]), int(raw["version"]), Layout(**raw["layout"])
         except (LedgerError, LrError) as error:
-            raise CheckpointError(f"checkpoint {folder}: {error}; resume from another one") from error
+            raise CheckpointDamaged(f"checkpoint {folder}: {error}; resume from another one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"checkpoint {folder} has a damaged manifest ({type(error).__name__}: {error}); resume from another one"
             ) from error
         _check_files(folder, files)
@@ -199,9 +201,9 @@ def _check_files(folder: Path, files: tuple[WrittenFile, ...]) -> None:
     for file in files:
         path = folder / file.file
         if not path.is_file():
-            raise CheckpointError(f"checkpoint file {path} is missing; resume from another checkpoint")
+            raise CheckpointDamaged(f"checkpoint file {path} is missing; resume from another checkpoint")
         if (found := file_checksum(path)) != file.checksum:
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"checkpoint file {path} has checksum {found}, its writer reported {file.checksum}; "
                 "resume from another checkpoint"
             )

@@ -47,7 +47,9 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
     for (incarnation, _), path in sorted(complete, reverse=True):
         try:
             return _read(path, incarnation, faults)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"checkpoint {path.parent} cannot be read now ({error}): see to its disk") from error
+        except (ValueError, KeyError, TypeError) as error:
             faults.append(f"{path.parent.name} ({type(error).__name__}: {error})")
     if faults:
         raise ConfigError(

@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tidegate.attempts import AttemptFolder, begin_attempt
+from tidegate.checkpoint_names import set_aside
 from tidegate.config.engines.registry import deciding
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import leave_out_schedule, rules_of, schedule_of
@@ -137,6 +138,9 @@ def claim_folder(
         checkpoint = (
             newest_checkpoint(folder.checkpoints, fresh_command=fresh_command) if start is Start.RESUME else None
         )
+        for fault in checkpoint.passed_over if checkpoint is not None else ():
+            # A save of the same name would find it, and a pruning would take it for the newest.
+            set_aside(folder.checkpoints / fault.partition(" ")[0])
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
             _empty(folder.root)

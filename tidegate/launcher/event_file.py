@@ -56,11 +56,11 @@ class EventFile:
             self.kept = (sequence, event.id)
 
 
-def room_after(path: Path) -> int:
+def room_after(path: Path, *, attempt: int) -> int:
     """The sequence after which a new stream begins, where the one of this file is lost: far beyond the file's last
-    event, and so beyond those that the stream had and the file has not. 0 without an event."""
+    event, and so beyond those that the stream had and the file has not, in any attempt. 0 in the first attempt."""
     last = next((row.stream_sequence for row in _rows_from_the_last(path)), 0)
-    return last + _ROOM if last else 0
+    return last + _ROOM * attempt if attempt > 1 else 0
 
 
 def event_row(sequence: int, event: events_pb2.Event) -> dict[str, Any]:

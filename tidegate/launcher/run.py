@@ -268,7 +268,11 @@ class _Run:
 
     async def _with_services(self) -> End:
         async with AsyncExitStack() as closing:
-            bus = await connect_bus(self._config, name=SOURCE, opens_after=room_after(self._folder.events))
+            bus = await connect_bus(
+                self._config,
+                name=SOURCE,
+                opens_after=room_after(self._folder.events, attempt=self._claim.attempt.number),
+            )
             closing.push_async_callback(bus.close)
             self._follower = JobFollower(bus, self._config, self._folder, self._view)
             closing.push_async_callback(self._keep_events, self._follower)

@@ -205,6 +205,8 @@ def _lineage(state: ClusterState, body: ev.LayoutCommitted) -> ClusterState:
     if checkpoint is not None and next_iteration < checkpoint.next_iteration:
         cause = f"checkpoint {checkpoint.name} could not be used (the actor's log says why)"
         again = f"goes on from iteration {next_iteration} and trains again what came after it"
-        state = replace(state, message=f"{cause}: {again}")
+        # The next save is newer than what the actor goes on from. Until then a restart falls back from this one again.
+        checkpoint = replace(checkpoint, next_iteration=next_iteration, version=version)
+        state = replace(state, message=f"{cause}: {again}", checkpoint=checkpoint)
     state = evaluations.superseded(state, next_version=version)
     return replace(state, next_iteration=next_iteration, next_version=version, next_prompt=body.next_prompt)

@@ -165,7 +165,7 @@ class SchedulerService:
 
     async def _turn(self) -> None:
         before = await self._loaded()
-        if lost_term := before.lost_term(self._term):
+        if lost_term := await self._lost_term(before):
             await self._adopt(before, least_term=lost_term + 1)
             return
         wait_s = self._wait_s(before, await self._clock.now_ms())
@@ -181,7 +181,7 @@ class SchedulerService:
     async def _apply(self, before: ClusterState, delivery: EventDelivery | None) -> None:
         begun = begin(before, await self._new_events(before, delivery), missed=self._missed)
         is_due = delivery is None or self._pace.is_due(before, begun.after, await self._clock.now_ms())
-        if begun.after.is_of_start_before(self._boot) or begun.after.lost_term(self._term):
+        if begun.after.is_of_start_before(self._boot) or await self._lost_term(begun.after):
             await self._write(begun)
         elif is_due:
             # A beat reads ownership too: it shows the work that another replica did not finish.
@@ -191,6 +191,24 @@ class SchedulerService:
             await self._write(begun)
         if delivery is not None:
             await delivery.ack()
+        await self._forget(before)
+
+    async def _lost_term(self, state: ClusterState) -> int:
+        """`ClusterState.lost_term` by the store's own records."""
+        if not state.lost_term(self._term):
+            return 0
+        return state.lost_term(self._term, records=await self._ports.store.gpus())
+
+    async def _forget(self, before: ClusterState) -> None:
+        """Remove what nobody needs any more since this turn. Last, so that a store without an answer delays nothing."""
+        after, store = self._state, self._ports.store
+        assert after is not None, "a turn has written its state"
+        ended = set(before.transitions).difference(after.transitions)
+        if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
+            await store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
+        if after.next_iteration > before.next_iteration:
+            # No other command is issued again, and a lead takes none twice in its epoch.
+            await store.forget_commands(self._job, keep=after.expectations)
 
     async def _decide(self, begun: Turn) -> None:
         now_ms, observed = await self._ownership(begun.after)
@@ -309,12 +327,6 @@ class SchedulerService:
             )
         self._missed = ()
         self._show(after)
-        ended = set(made.before.transitions).difference(after.transitions)
-        if any(transition_number(each) % FORGET_EVERY == 0 for each in ended):
-            await self._ports.store.forget_transitions(self._job, keep=KEPT_TRANSITIONS)
-        if after.next_iteration > made.before.next_iteration:
-            # No other command is issued again, and a lead takes none twice in its epoch.
-            await self._ports.store.forget_commands(self._job, keep=after.expectations)
 
     def _show(self, state: ClusterState) -> None:
         self._state = state

@@ -240,15 +240,16 @@ class ClusterState:
         strangers = [record for record in self.records_of(role) if token_of.get(record.gpu) != record.token]
         return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
 
-    def lost_term(self, term: int) -> int:
-        """The largest term of a token that passed a gate and that a store under `term` cannot have granted: it was
-        granted, and the store has lost it. 0 without such a token."""
-        passed = (grant for instance in self.instances.values() for grant in instance.gates)
+    def lost_term(self, term: int, *, records: Mapping[GpuId, GpuRecord] | None = None) -> int:
+        """The largest term of a token that passed a gate of the job's GPUs and that a store under `term` with these
+        records (by default those that were read last) cannot have granted: it has lost it. 0 without such a token."""
+        records, own = self.gpus if records is None else records, self.spec.gpus if self.spec else ()
+        passed = (grant for instance in self.instances.values() for grant in instance.gates if grant.gpu in own)
         first = Token(term, 0)
         lost = [
             grant.token.term
             for grant in passed
-            if grant.token > max(first, self.gpus[grant.gpu].token if grant.gpu in self.gpus else first)
+            if grant.token > max(first, records[grant.gpu].token if grant.gpu in records else first)
         ]
         return max(lost, default=0)
 

@@ -133,6 +133,22 @@ def test_where_no_checkpoint_is_sound_the_newest_is_named_and_nothing_changes(tm
     assert store.names() == ["inc000-it000001", "inc000-it000002"]
 
 
+@pytest.mark.parametrize("case", ["another format", "a manifest that is a folder"])
+def test_a_checkpoint_that_may_be_sound_is_neither_passed_over_nor_set_aside(case: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for next_iteration in (1, 2):
+        _saved(store, next_iteration=next_iteration)
+    manifest = tmp_path / "inc000-it000002" / "manifest.json"
+    if case == "another format":
+        manifest.write_text('{"format": 9}')
+    else:
+        manifest.unlink()
+        manifest.mkdir()
+    with pytest.raises(CheckpointError, match=r"inc000-it000002 (has format 9|cannot be read now)"):
+        store.load_newest("inc000-it000002")
+    assert store.names() == ["inc000-it000001", "inc000-it000002"]
+
+
 def test_work_that_a_later_incarnation_superseded_is_nothing_to_fall_back_to(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     want = _saved(store, next_iteration=2, incarnation=1)

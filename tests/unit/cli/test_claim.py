@@ -57,6 +57,22 @@ def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: P
         assert stat.S_IMODE(host_memory_folder(config).stat().st_mode) == 0o700
 
 
+def test_a_resume_sets_checkpoints_aside_whose_manifests_cannot_be_read(tmp_path: Path) -> None:
+    job = load_job(small_config(tmp_path))
+    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
+        for iteration in (1, 2):
+            folder = first.folder.checkpoints / f"inc001-it00000{iteration}"
+            folder.mkdir(parents=True)
+            ledger = json.dumps({"num_trained": 4})
+            manifest = {"next_iteration": iteration, "version": iteration, "ledger": ledger}
+            (folder / "manifest.json").write_text(json.dumps(manifest) if iteration == 1 else "{")
+    with claim_folder(job, Start.RESUME, now_unix_s=0.0) as resumed:
+        assert resumed.checkpoint is not None
+        assert resumed.checkpoint.name == "inc001-it000001"
+    left = sorted(path.name for path in first.folder.checkpoints.iterdir())
+    assert left == ["inc001-it000001", "inc001-it000002.damaged"]
+
+
 def test_a_resume_names_the_config_that_is_damaged(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:

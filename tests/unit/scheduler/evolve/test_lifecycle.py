@@ -393,6 +393,9 @@ def test_an_actor_that_passes_over_a_damaged_checkpoint_trains_again_what_came_a
     assert restarted.next_iteration == 1
     assert f"checkpoint {state.checkpoint.name} could not be used" in restarted.message
     assert "goes on from iteration 1 and trains again what came after it" in restarted.message
+    again = drive.run_until(lambda each: each.incarnation == 2 and each.next_iteration == 2)
+    assert again.checkpoint is not None
+    assert again.checkpoint.name == "step-2-2", "the next save counts, though the damaged one was as far"
     state = drive.run()
     assert state.phase is Phase.FINISHED
     assert [each.iteration for each in state.summaries if not each.is_superseded] == [0, 1, 2]
