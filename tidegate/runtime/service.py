@@ -111,7 +111,7 @@ async def connect_bus(config: JobConfig, *, name: str, opens_after: int | None =
             await bus.streams.require_job(job)
         else:
             await bus.streams.open_job(job, after_sequence=opens_after)
-    except BaseException:
+    except BaseException:  # a cancelled start must not leave a connection behind either
         await bus.close()
         raise
     return bus

@@ -108,6 +108,8 @@ class SchedulerService:
         self._written = JobState(payload=b"", write=0, version=0)
         self._term = 0
         """The term under which the store is open."""
+        self._looked_at: tuple[object, object] = (None, None)
+        """The instances and the job whose gates' tokens the store has, as the state has them."""
         self._missed: tuple[ev.Event, ...] = ()
         """Acknowledged events that the loaded state does not hold, because the store lost the one that did."""
         self._clock = StoreClock(ports.store)
@@ -194,10 +196,16 @@ class SchedulerService:
         await self._forget(before)
 
     async def _lost_term(self, state: ClusterState) -> int:
-        """`ClusterState.lost_term` by the store's own records."""
-        if not state.lost_term(self._term):
+        """`ClusterState.lost_term` by the store's own records. The store loses no token under one term, so instances
+        that told of none are not looked at again."""
+        if state.spec is None or (state.instances is self._looked_at[0] and state.spec is self._looked_at[1]):
             return 0
-        return state.lost_term(self._term, records=await self._ports.store.gpus())
+        lost_term = state.lost_term(self._term)
+        if lost_term:
+            lost_term = state.lost_term(self._term, records=await self._ports.store.gpus())
+        if not lost_term:
+            self._looked_at = (state.instances, state.spec)
+        return lost_term
 
     async def _forget(self, before: ClusterState) -> None:
         """Remove what nobody needs any more since this turn. Last, so that a store without an answer delays nothing."""
@@ -363,6 +371,7 @@ class SchedulerService:
         try:
             opened = await adopt(ports.store, ports.terms, lambda: ports.ask_gates(state), least_term=least_term)
             self._term = opened.term
+            self._looked_at = (None, None)
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
             # The store or the bus failed again meanwhile.
             self._log.warning("not adopted yet", error=str(error))

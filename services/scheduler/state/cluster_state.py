@@ -241,9 +241,10 @@ class ClusterState:
         return tuple(Grant(record.gpu, record.token) for record in strangers if record.gpu not in coming)
 
     def lost_term(self, term: int, *, records: Mapping[GpuId, GpuRecord] | None = None) -> int:
-        """The largest term of a token that passed a gate of the job's GPUs and that a store under `term` with these
-        records (by default those that were read last) cannot have granted: it has lost it. 0 without such a token."""
-        records, own = self.gpus if records is None else records, self.spec.gpus if self.spec else ()
+        """The largest term of a token that the store has lost: it passed a gate of the job's GPUs, and a store under
+        `term` with these records cannot have granted it. 0 without such a token. `records`: by default those that were
+        read last."""
+        records, own = self.gpus if records is None else records, frozenset(self.spec.gpus if self.spec else ())
         passed = (grant for instance in self.instances.values() for grant in instance.gates if grant.gpu in own)
         first = Token(term, 0)
         lost = [
