@@ -73,8 +73,14 @@ async def chosen_logs(
 async def events(
     folder: JobFolder, *, follow: bool, after_sequence: int = 0
 ) -> AsyncGenerator[control_pb2.ListEventsResponse, None]:
-    """The events in the stream's order. A killed run has those that it wrote. NotRunning when there are none."""
+    """The events in the stream's order. A killed run has those that it wrote. NotRunning when there are none.
+
+    The stream has the newest events of a live job, its folder the older ones."""
     last, has_failed = after_sequence, False
+    for row in _events_so_far(folder):
+        if row.stream_sequence > last:
+            last = row.stream_sequence
+            yield row
     while not _is_written(folder):
         try:
             async with control_of(folder) as control:

@@ -7,8 +7,8 @@ Invariant: the rows of a live job and of a finished one have the same columns, s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cli.views import failure_text
 from tidegate.codec import decode_layout
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome, role_name, without_phase
 from tidegate.types import Token
@@ -64,10 +65,11 @@ class UnknownJob(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """A job as `describe` shows it. `outcome` is None while it runs."""
+    """A job as `describe` shows it. `outcome` is None while it runs. `seconds` are those of each iteration."""
 
     status: control_pb2.GetJobResponse
     outcome: Outcome | None
+    seconds: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -94,20 +96,24 @@ def job_folders(output_dir: Path) -> list[JobFolder]:
     return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
 
 
-async def describe(folder: JobFolder) -> JobDescription:
-    """NotRunning when the job was killed, because then nothing knows its state."""
+async def describe(folder: JobFolder, *, is_whole: bool = True) -> JobDescription:
+    """NotRunning when the job was killed, because then nothing knows its state.
+
+    `is_whole`: with all iterations and evaluations, also those that a live job's scheduler does not keep."""
     job = folder.root.name
     if folder.result.exists():
         outcome = Outcome.read(folder.result)
-        return JobDescription(outcome.job, outcome)
+        return JobDescription(outcome.job, outcome, outcome.seconds)
     async with control_of(folder) as control:
-        return JobDescription(await control.GetJob(control_pb2.GetJobRequest(job=job)), None)
+        status = await control.GetJob(control_pb2.GetJobRequest(job=job))
+    history = read_history(folder.events) if is_whole else History()
+    return JobDescription(with_history(status, history), None, history.seconds)
 
 
 async def job_row(folder: JobFolder) -> Row:
     job = folder.root.name
     try:
-        found = await describe(folder)
+        found = await describe(folder, is_whole=False)
     except NotRunning:
         is_killed = launcher_pid(folder) is None
         state = "killed" if is_killed else "starting"
@@ -143,7 +149,7 @@ def iteration_rows(found: JobDescription) -> list[dict[str, Any]]:
             "duplicates": row.num_duplicates,
             "lost": row.num_lost,
             "failed_rewards": _metric(row, "num_failed_rewards"),
-            "seconds": _rounded_or_none(outcome.seconds.get(row.iteration)) if outcome else None,
+            "seconds": _rounded_or_none(found.seconds.get(row.iteration)),
             **{name: _metric(row, name) for name in LEARNING_RATE},
         }
         for row in rows

@@ -56,7 +56,9 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)
         record = MovesLog(folder.moves).append
-        ports = SchedulerPorts(store, bus.events, consumer, bus.term, announcer, issuer, peers.gate_reports, record)
+        ports = SchedulerPorts(
+            store, bus.events, consumer, bus.copies, bus.term, announcer, issuer, peers.gate_reports, record
+        )
         # Only a resize needs the job's model and tokenizer, so they are read at the first one.
         loaded = functools.cache(functools.partial(load_job, config))
         decide_every_s = config.scheduler.decide_every_s

@@ -1,7 +1,7 @@
 """A job whose store comes back empty, or as it was some events ago, at any time and several times.
 
 What the store has lost is rebuilt as the shell does it: ownership from the gates under a larger term, the state from
-the events. Leads are elected anew, since their records are gone.
+the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidegate.types import GpuId, Role, Token, TransitionId, node_of
 
 MAX_LOSSES = 3
 run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
-loss = st.tuples(st.sampled_from(["lose store", "save store", "older store"]), st.just(0))
+loss = st.tuples(st.sampled_from(["lose store", "save store", "older store", "copied state"]), st.just(0))
 
 
 @st.composite
@@ -50,11 +50,11 @@ class Saved:
     num_delivered: int
 
 
-def lose_store(drive: Drive, saved: Saved | None) -> None:
-    """The store comes back empty, or as it was saved."""
+def lose_store(drive: Drive, saved: Saved | None, *, is_empty: bool = False) -> None:
+    """The store comes back empty, or as it was saved. `is_empty`: only the state was saved, elsewhere."""
     cluster, store = drive.cluster, drive.cluster.store
     contents = StoreContents((), ())
-    if saved is not None:
+    if saved is not None and not is_empty:
         opened = [each for each in saved.records.values() if each.is_open]
         contents = StoreContents(tuple(saved.gpus.values()), tuple(opened))
     reports = {
@@ -96,6 +96,8 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
                 lose_store(drive, None)
             case "older store":
                 lose_store(drive, saved)
+            case "copied state":
+                lose_store(drive, saved, is_empty=True)
             case _:
                 happen(drive, what, number)
     drive.run()

@@ -25,14 +25,14 @@ from tidegate.adapters.memory_streams import (
 )
 from tidegate.adapters.response_feed import ResponseFeed
 from tidegate.codec import WireError, check_event, check_group, check_response, decode_event, decode_group
-from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StaleTerm
+from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StaleTerm, StateCopy
 from tidegate.types import JobId
 from tidegate.v1.events_pb2 import Event
 from tidegate.v1.samples_pb2 import SampleGroup
 
 
 class MemoryBus:
-    """All ports of `tidegate.ports.bus`: `streams`, `events`, `samples`, `dead_letters`, `term`."""
+    """All ports of `tidegate.ports.bus`: `streams`, `events`, `copies`, `samples`, `dead_letters`, `term`."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class MemoryBus:
         self._server = server
         self.streams = MemoryJobStreams(server)
         self.events = MemoryEventLog(server)
+        self.copies = MemoryStateCopies(server)
         self.samples = MemorySampleStream(server)
         self.dead_letters = MemoryDeadLetters(server)
         self.term = MemoryTermRegister()
@@ -128,7 +129,7 @@ class MemoryEventLog:
     async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
         found: list[tuple[int, Event]] = []
         for sequence, stored in sorted(self._server.stream(subjects.events_stream(job)).messages.items()):
-            if sequence > after_sequence:
+            if sequence > after_sequence and stored.subject != subjects.copy_subject(job):
                 with suppress(WireError):
                     found.append((sequence, decode_event(stored.payload)))
         return found
@@ -146,6 +147,8 @@ class MemoryEventLog:
             for sequence, message in list(stream.messages.items()):
                 if after_sequence < sequence and (follow or sequence <= last):
                     after_sequence = sequence
+                    if message.subject == subjects.copy_subject(job):
+                        continue
                     with suppress(WireError):
                         yield sequence, decode_event(message.payload)
             if not follow:
@@ -173,6 +176,32 @@ class MemoryEventLog:
             on_dead_letter=on_dead_letter,
         )
         return _EventConsumer(DurableConsumer(self._server, source))
+
+
+class MemoryStateCopies:
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def keep(self, job: JobId, copy: StateCopy) -> None:
+        payload, stream = subjects.copy_payload(copy), self._server.stream(subjects.events_stream(job))
+        self._server.check_size(payload, what=f"the state of job {job}", remedy="use fewer GPUs in one job")
+        stream.append(Stored(subjects.copy_subject(job), payload))
+        stream.keep_last(subjects.copy_subject(job))
+
+    async def newest(self, job: JobId) -> StateCopy | None:
+        stored = self._server.stream(subjects.events_stream(job)).messages.values()
+        payloads = [each.payload for each in stored if each.subject == subjects.copy_subject(job)]
+        return subjects.copy_of(payloads[-1]) if payloads else None
+
+    async def drop_events(self, job: JobId, *, until: int) -> None:
+        stream = self._server.stream(subjects.events_stream(job))
+        first = min(stream.messages, default=stream.last_sequence + 1)
+        last = subjects.last_dropped(first, stream.last_sequence, kept=self._server.limits.kept_events)
+        copy = await self.newest(job)
+        if last is None or copy is None:
+            return
+        for sequence in [each for each in stream.messages if each <= min(until, last, copy.through)]:
+            del stream.messages[sequence]
 
 
 class _SampleConsumer:

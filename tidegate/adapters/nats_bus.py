@@ -27,6 +27,7 @@ from tidegate.adapters.nats_consumer import (
     full_or_refused,
     stored_sequence,
 )
+from tidegate.adapters.nats_copies import ROLL_UP, NatsStateCopies
 from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.adapters.response_feed import ResponseFeed
@@ -39,17 +40,19 @@ from tidegate.v1.samples_pb2 import SampleGroup
 _NS = 10**9
 # A follower that missed its hint reads again after this time.
 _FOLLOW_S = 2.0
-_ROLL_UP = {"Nats-Rollup": "sub"}
 
 
 class NatsBus:
-    """All ports of `tidegate.ports.bus` on one connection: `streams`, `events`, `samples`, `dead_letters`, `term`."""
+    """All ports of `tidegate.ports.bus` on one connection.
+
+    They are `streams`, `events`, `copies`, `samples`, `dead_letters` and `term`."""
 
     def __init__(self, link: NatsLink, limits: BusLimits) -> None:
         self._link = link
         self.streams = NatsJobStreams(link, limits)
         self.dead_letters = NatsDeadLetters(link, max_bytes=limits.dead_max_bytes)
         self.events = NatsEventLog(link, limits, self.dead_letters)
+        self.copies = NatsStateCopies(link, limits)
         self.samples = NatsSampleStream(link, limits, self.dead_letters)
         self.term = NatsTermRegister(link, writer=uuid.uuid4().hex)
 
@@ -71,7 +74,7 @@ class NatsJobStreams:
     async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
         limits = self._limits
         streams = (
-            (subjects.events_stream(job), [subjects.event_subject(job), subjects.figures(job)], "events_max_bytes"),
+            (subjects.events_stream(job), _event_subjects(job), "events_max_bytes"),
             (subjects.samples_stream(job), [subjects.job_samples(job)], "samples_max_bytes"),
             (subjects.dead_stream(job), [subjects.dead_subject(job)], "dead_max_bytes"),
         )
@@ -146,7 +149,7 @@ class NatsEventLog:
         payload = event.SerializeToString()
         self._link.check_size(payload, what=f"event {event.id}", remedy="publish less in one event")
         stream, subject = subjects.events_stream(job), subjects.subject_of_event(event)
-        headers = _ROLL_UP if subject != subjects.event_subject(job) else None
+        headers = ROLL_UP if subject != subjects.event_subject(job) else None
         try:
             ack = await self._link.publish(subject, payload, stream=stream, message_id=event.id, headers=headers)
         except NatsRefused as refused:
@@ -157,11 +160,7 @@ class NatsEventLog:
 
     async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
         raws = await self._link.read(subjects.events_stream(job), from_sequence=after_sequence + 1)
-        found: list[tuple[int, Event]] = []
-        for raw in raws:
-            with suppress(WireError):
-                found.append((stored_sequence(raw), decode_event(raw.data)))
-        return found
+        return [(stored_sequence(raw), event) for raw in raws if (event := _read_event(job, raw)) is not None]
 
     async def free_bytes(self, job: JobId) -> int:
         stream = await self._link.require_stream(subjects.events_stream(job))
@@ -188,8 +187,8 @@ class NatsEventLog:
                     after_sequence = stored_sequence(message)
                     if not follow and after_sequence > last:
                         return
-                    with suppress(WireError):
-                        yield after_sequence, decode_event(message.data)
+                    if (event := _read_event(job, message)) is not None:
+                        yield after_sequence, event
                 if not page and not follow:
                     return
                 if not page:
@@ -325,6 +324,18 @@ class NatsSampleStream:
             found |= page.keys()
             if not page or len(found) >= int(info.get("total", 0)):
                 return found
+
+
+def _event_subjects(job: JobId) -> list[str]:
+    return [subjects.event_subject(job), subjects.figures(job), subjects.copy_subject(job)]
+
+
+def _read_event(job: JobId, raw: Msg) -> Event | None:
+    """The event of a message of the log. None for a copy of the state, and for what cannot be decoded."""
+    if (raw.headers or {}).get("Nats-Subject") != subjects.copy_subject(job):
+        with suppress(WireError):
+            return decode_event(raw.data)
+    return None
 
 
 def _decode_event_message(raw: Msg) -> Event:

@@ -2,6 +2,7 @@
 
     events    TG_EVENTS_<JOB>    tg.events.<job>
               the same           tg.figures.<job>.<source>.<kind>.<iteration>
+              the same           tg.state.<job>
     samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
     dead      TG_DEAD_<JOB>      tg.dead.<job>
     responses no stream          tg.responses.<job>
@@ -18,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tidegate.events import is_figure
-from tidegate.ports.bus import Stage, StreamFull
+from tidegate.ports.bus import Stage, StateCopy, StreamFull
 from tidegate.types import JobId, job_id
 from tidegate.v1.events_pb2 import Event
 from tidegate.v1.samples_pb2 import SampleGroup
@@ -26,8 +27,9 @@ from tidegate.v1.samples_pb2 import SampleGroup
 _TOKEN = re.compile(r"[A-Za-z0-9_@-]+")
 """A text that is one part of a subject: no dot, no wildcard."""
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_THROUGH_BYTES = 8
 _WHEN_FULL = {
-    "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events stay for good",
+    "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events that the state and the folder hold are dropped",
     "TG_SAMPLES_": "raise runtime.samples_max_bytes and resume, or save more often (checkpoint.every): samples that a "
     "checkpoint covers are purged",
     "TG_DEAD_": "drop or replay dead letters, or raise runtime.dead_max_bytes and resume",
@@ -74,6 +76,26 @@ def subject_of_event(event: Event) -> str:
     if not is_figure(event) or not (_TOKEN.fullmatch(event.source) and _TOKEN.fullmatch(kind)):
         return event_subject(job)
     return f"tg.figures.{job_id(job)}.{event.source}.{kind}.{_count(event.iteration)}"
+
+
+def copy_subject(job: JobId) -> str:
+    """The subject of the copy of the scheduler's state. It is no event."""
+    return f"tg.state.{job_id(job)}"
+
+
+def copy_payload(copy: StateCopy) -> bytes:
+    return copy.through.to_bytes(_THROUGH_BYTES, "big") + copy.state
+
+
+def copy_of(payload: bytes) -> StateCopy:
+    """Inverse of `copy_payload`."""
+    return StateCopy(int.from_bytes(payload[:_THROUGH_BYTES], "big"), payload[_THROUGH_BYTES:])
+
+
+def last_dropped(first: int, last: int, *, kept: int) -> int | None:
+    """The last sequence that may be dropped of a log with these first and last ones, of which the newest `kept` stay.
+    None while it is not worth a call."""
+    return last - kept if last - first >= kept + kept // 4 else None
 
 
 def responses_subject(job: JobId) -> str:

@@ -8,6 +8,7 @@ Invariants:
   account. [test_submitting: an_earlier_runs_end_is_not_taken_for_this_ones]
 - Every event is written to the job's folder, as it comes or, where that failed, at the end.
   [test_submitting: the_file_of_events]
+- No event is dropped from the stream before it is written. [test_submitting: that_the_file_has_is_dropped]
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ LEAST_ROOM_BYTES = 256 * 2**10
 It is room for about a thousand events, or for one with the largest config.
 """
 _LOOK_AT_ROOM_S = 2.0
+_DROP_EVERY = 256
+"""Events from one look at how many can be dropped to the next."""
 _ENDS = {"finished": End.FINISHED, "failed": End.FAILED, "cancelled": End.CANCELLED}
 
 
@@ -136,8 +139,8 @@ class JobFollower:
             raise_if_cancelled()
             await asyncio.sleep(_LOOK_AT_ROOM_S)
 
-    async def last_events(self) -> list[events_pb2.Event]:
-        """All events of the job. Writes those that the file lacks."""
+    async def write_last_events(self) -> None:
+        """Writes the events that the file lacks."""
         rows = [row async for row in self._bus.events.read(self._job)]
         for sequence, event in rows:
             self._note_place(sequence, event)
@@ -147,7 +150,6 @@ class JobFollower:
                     self._file.append(sequence, event)
         except OSError as error:  # the events stay in the server's data, and a resumed run writes them
             self._log.warning("last events not written", error=str(error))
-        return [event for _, event in rows]
 
     async def _follow_control(self) -> End:
         async with control_of(self._folder) as control:
@@ -181,7 +183,7 @@ class JobFollower:
             self._written_to = self._file.sequence
 
     async def _take_events(self) -> None:
-        at = self._written_to
+        at, num_taken = self._written_to, 0
         while True:
             with suppress(BusUnavailable):  # wait for the server: another task notices its death
                 async for sequence, event in self._bus.events.read(self._job, after_sequence=at, follow=True):
@@ -189,10 +191,14 @@ class JobFollower:
                     self._write(sequence, event)
                     if sequence >= self._submitted:
                         self._view.event(event)
+                    num_taken += 1
+                    if num_taken % _DROP_EVERY == 0 and self._file.kept is not None:
+                        # The last one that the file has stays: it tells this stream from another one.
+                        await self._bus.copies.drop_events(self._job, until=self._file.kept[0] - 1)
             await asyncio.sleep(BEAT_S)
 
     def _write(self, sequence: int, event: events_pb2.Event) -> None:
-        """Writes until a write fails. Then `last_events` writes the rest at the end, so that the order stays."""
+        """Writes until a write fails. Then `write_last_events` writes the rest at the end, so that the order stays."""
         if not self._is_writing:
             return
         try:

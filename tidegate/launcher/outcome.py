@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,9 +21,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from tidegate.pace.steps import PacedSteps
 from tidegate.types import Role
-from tidegate.v1 import control_pb2, events_pb2, types_pb2
-
-_NS_PER_S = 1e9
+from tidegate.v1 import control_pb2, types_pb2
 
 
 class End(StrEnum):
@@ -38,7 +36,8 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`job` is the scheduler's last report. `seconds` are those of each iteration, as far as its events are known."""
+    """`job` is the scheduler's last report, with the job's whole history. `seconds` are those of each iteration, as far
+    as its events are known."""
 
     end: End
     message: str
@@ -113,30 +112,6 @@ class Outcome:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the record of a run ({error}): run the job again to write it") from error
-
-
-def iteration_seconds(events: Iterable[events_pb2.Event]) -> dict[int, float]:
-    """The duration of each iteration, up to the actor's report.
-
-    It begins at the report of the iteration before. The first iteration of an incarnation begins when each component
-    that loads its weights has done so once. GPUs that come within the iteration load them again.
-    """
-    seconds: dict[int, float] = {}
-    began_ns: dict[int, int] = {}
-    with_reports: set[int] = set()
-    loaded: set[tuple[int, int]] = set()
-    """(incarnation, role) of the components that have loaded weights."""
-    for event in events:
-        at_ns, incarnation = event.occurred_unix_ns, event.incarnation
-        match event.WhichOneof("body"):
-            case "weights_loaded" if incarnation not in with_reports and (incarnation, event.role) not in loaded:
-                began_ns[incarnation] = at_ns
-                loaded.add((incarnation, event.role))
-            case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
-                seconds[event.iteration] = (at_ns - began_ns.get(incarnation, at_ns)) / _NS_PER_S
-                began_ns[incarnation] = at_ns
-                with_reports.add(incarnation)
-    return seconds
 
 
 def at_rest(report: control_pb2.GetJobResponse) -> control_pb2.GetJobResponse:

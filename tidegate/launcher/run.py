@@ -47,7 +47,8 @@ from tidegate.launcher.claim import (
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.event_file import room_after
 from tidegate.launcher.follow import JobFollower
-from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
+from tidegate.launcher.history import History, read_history, with_history
+from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.launcher.preflight import check_engine, check_servers, check_weights
 from tidegate.launcher.services import TRACKER, JobServices
 from tidegate.launcher.view import View
@@ -196,7 +197,6 @@ class _Run:
         self._view = view
         self._start_ns = start_ns
         self._follower: JobFollower | None = None
-        self._seconds: dict[int, float] = {}
         self._has_bus = True
         self._log = structlog.get_logger(SOURCE)
 
@@ -227,14 +227,15 @@ class _Run:
         gpus, start_unix_ns = self._config.cluster.gpus(), time.time_ns() - window.wall_ns
         write_trace(attempt.timeline, attempt.trace, gpus=gpus, window=window, start_unix_ns=start_unix_ns)
         wall_s = window.wall_ns / 1e9
+        history = self._history()
         outcome = Outcome(
             end=end,
             message=message,
             seed=self._config.seed,
             wall_s=wall_s,
-            job=at_rest(self._status()),
+            job=with_history(at_rest(self._status()), history),
             timeline=str(attempt.trace),
-            seconds=self._seconds,
+            seconds=history.seconds,
             pace=_steps_of(attempt.timeline, wall_s=wall_s) if self._config.cluster.pace else None,
             stopped_by=signals[0] if end is End.INTERRUPTED and signals else None,
         )
@@ -302,9 +303,16 @@ class _Run:
         if not self._has_bus:
             return
         try:
-            self._seconds = iteration_seconds(await follower.last_events())
+            await follower.write_last_events()
         except (BusUnavailable, JobNotOpen) as error:  # a resumed run writes the events that the server still has
             self._log.warning("last events not written", error=str(error))
+
+    def _history(self) -> History:
+        try:
+            return read_history(self._folder.events)
+        except OSError as error:  # the scheduler's report has the newest iterations
+            self._log.warning("history not read", error=str(error))
+            return History()
 
     async def _services_failed(self, services: JobServices) -> End:
         while True:
@@ -320,7 +328,8 @@ class _Run:
                     f"{ended.name} {_how(ended)}{_last_words(log)} and is not started again; see {log} and "
                     f"{self._folder.command('logs', ended.name)}"
                 )
-            self._view.note(f"{ended.name} {_how(ended)}; started again in {ended.restarts_in_s:g} s")
+            said = _last_words(services.log_of(ended.name)) if ended.exit_status > 0 else ""
+            self._view.note(f"{ended.name} {_how(ended)}{said}; started again in {ended.restarts_in_s:g} s")
 
 
 def _steps_of(timeline: Path, *, wall_s: float) -> PacedSteps:

@@ -39,7 +39,8 @@ TRACKER = "tracking"
 _PRELOAD_FIRST = {"cpu": ("tidegate.megatron.cpu_stand_in:install",), "cuda": ()}
 _PRELOAD = ("services.actor.worker", "services.rollout.worker", "services.inference.worker")
 _MAX_RESTARTS = 5
-"""The limit in a minute. A process that fails at its start is given up after 8 s of pauses. A rare kill is survived."""
+"""The limit in a minute, and in a row for a process that fails within a minute of its start: it is given up after 8 s
+of pauses. A start waits for NATS for 15 s, so an outage of a minute is survived. A rare kill is survived."""
 _TRACKER_GRACE_S = 2.0
 """Added to the tracker's time to close: it reads the last events and reports what it did not write."""
 

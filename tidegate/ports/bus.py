@@ -9,8 +9,10 @@ Every implementation keeps these promises (tests/contract/test_bus_*.py check ea
   again. [test_bus_samples: unsettled_group_is_delivered_again]
 - Consumers are durable by name: they continue where they were after a crash, a reconnect or a restart of the server.
   [test_bus_server: go_on_after_the_server_was_killed]
-- An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped,
-  events for good. [test_bus_samples: prompts_of_an_iteration_are_exactly]
+- An acknowledgement removes no message. Samples stay until `purge`, dead letters until they are replayed or dropped.
+  [test_bus_samples: prompts_of_an_iteration_are_exactly]
+- An event stays until a copy of the state holds it, and among the newest for longer.
+  [test_bus_copies: only_events_that_the_copy_holds_are_dropped]
 - A figure (`tidegate.events.FIGURES`) stays until its source publishes the next of its kind and iteration. So figures
   do not fill the log, and sequences have gaps. [test_bus_events: figure_is_replaced_by_the_next]
 - Consumers get no figures, so these wake nobody. [test_bus_events: consumer_gets_no_figures]
@@ -101,6 +103,8 @@ class BusLimits:
     dead_max_bytes: int = 256 * 2**20
     # JetStream changes leaders within 7 s (measured). A call gives up well after that.
     deadline_s: float = 15.0
+    # The newest events stay, for those who read the log later. 4096 are those of some tens of iterations.
+    kept_events: int = 4096
 
 
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]
@@ -260,6 +264,28 @@ class DeadLetters(Protocol):
 
     async def drop(self, job: JobId, dead_letter: int) -> None:
         """Removes the dead letter for good. UnknownDeadLetter."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A state of a job, as its scheduler writes it, that holds all events up to the sequence `through`."""
+
+    through: int
+    state: bytes
+
+
+class StateCopies(Protocol):
+    """For each job a copy of its state, in its log of events. With it, older events are not needed."""
+
+    async def keep(self, job: JobId, copy: StateCopy) -> None:
+        """Keeps this copy in place of the one before. MessageTooLarge, StreamFull, JobNotOpen."""
+        ...
+
+    async def newest(self, job: JobId) -> StateCopy | None: ...
+
+    async def drop_events(self, job: JobId, *, until: int) -> None:
+        """Removes the events up to this sequence that the newest copy holds, once they are many. `kept_events` stay."""
         ...
 
 

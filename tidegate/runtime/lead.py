@@ -64,6 +64,8 @@ MAX_BREAKS = 3
 
 Each failure costs a start of the component, and so many failures are no accident.
 """
+_MAX_TAKEN = 1024
+"""Commands whose repeats a lead recognises: those of some hundred iterations."""
 _NOT_YET_DELAY_S = 1.0
 _STOP_AGAIN_S = 0.5
 """The pause before the lead asks a silent node again to stop workers. Each try first waits for its own deadline."""
@@ -119,7 +121,8 @@ class Lead(ABC):
         self._unanswered: dict[tuple[str, tuple[Grant, ...]], str] = {}
         """By command and grants: the last error of a stop that its node does not answer."""
         """Stops of workers whose node gives no answer. Other commands go on meanwhile."""
-        self._taken: set[str] = set()
+        self._taken: dict[str, None] = {}
+        """The ids of the newest commands, in order. An older one does not come again: its iteration is over."""
         self._is_unfinished = False
         """An iteration was opened and did not end by itself: workers may still work on it."""
         self._failed_work: Work | None = None
@@ -158,7 +161,9 @@ class Lead(ABC):
         """
         if self._has_ended or command.header.id in self._taken:
             return
-        self._taken.add(command.header.id)
+        self._taken[command.header.id] = None
+        if len(self._taken) > _MAX_TAKEN:
+            del self._taken[next(iter(self._taken))]
         if self._server is None:
             self._server = asyncio.create_task(self._serve(), name="lead")
         self._queue.put_nowait(command)

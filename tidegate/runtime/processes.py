@@ -9,8 +9,9 @@ Invariants:
   [test_processes: services_die_with_their_launcher]
 - Once a service's end is reported, no process of its session lives.
   [test_processes: nothing_of_its_session_is_left]
-- A service that fails is restarted at most `max_restarts` times in `restart_window_s`, later each time.
-  [test_processes: later_each_time_until_its_budget]
+- A service that ends is restarted at most `max_restarts` times in `restart_window_s`, later each time. One that fails
+  by itself within that time of its start has failed in a row, however long each start took.
+  [test_processes: later_each_time_until_its_budget] [test_processes: that_fails_slowly_is_given_up_too]
 - A service that leaves with status 0 is not restarted. [test_processes: a_service_that_leaves]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 """
@@ -104,8 +105,7 @@ class _Service:
         self._ends = ends
         self._stopping = asyncio.Event()
         self._restarts: deque[float] = deque()
-        self._process = _spawn(spec)
-        self._is_up = True
+        self._spawn()
         self._life = asyncio.create_task(self._live(), name=f"service-{spec.name}")
 
     @property
@@ -137,8 +137,12 @@ class _Service:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
                 return end
-            self._process = _spawn(self._spec)
-            self._is_up = True
+            self._spawn()
+
+    def _spawn(self) -> None:
+        self._process = _spawn(self._spec)
+        self._is_up = True
+        self._started_s = asyncio.get_running_loop().time()
 
     async def _until_ended(self) -> int:
         pidfd = os.pidfd_open(self._process.pid)
@@ -164,8 +168,9 @@ class _Service:
 
     def _restart_delay(self, exit_status: int) -> float | None:
         """None: the service stays away."""
-        now = asyncio.get_running_loop().time()
-        while self._restarts and self._restarts[0] < now - self._spec.restart_window_s:
+        now, window_s = asyncio.get_running_loop().time(), self._spec.restart_window_s
+        has_failed_at_start = exit_status > 0 and now - self._started_s < window_s
+        while self._restarts and self._restarts[0] < now - window_s and not has_failed_at_start:
             self._restarts.popleft()
         num_restarts = len(self._restarts)
         if self._stopping.is_set() or exit_status == 0 or num_restarts >= self._spec.max_restarts:

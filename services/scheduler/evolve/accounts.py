@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.course import ComponentProgress, Iteration, Summary
+from services.scheduler.state.course import ComponentProgress, Iteration, Summary, newest
 from services.scheduler.state.events import IterationReported
 from services.scheduler.state.observed import Pictures
 from services.scheduler.state.values import Fate, total
@@ -59,7 +59,7 @@ def supersede(state: ClusterState, *, next_iteration: int) -> ClusterState:
     if (iteration := state.iteration) is not None:
         is_covered = iteration.plan.iteration < next_iteration and is_reported(iteration)
         summaries = (*summaries, summarize(state, iteration) if is_covered else _abandoned(state, iteration))
-    return replace(state, summaries=summaries, iteration=None, seen=Pictures())
+    return replace(state, summaries=newest(summaries), iteration=None, seen=Pictures())
 
 
 def _superseded(summary: Summary) -> Summary:

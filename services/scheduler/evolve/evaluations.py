@@ -17,7 +17,7 @@ from services.scheduler.evolve.admission import Refused
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.components import role_of_instance
-from services.scheduler.state.course import Evaluation
+from services.scheduler.state.course import Evaluation, newest
 from tidegate.types import Role
 
 
@@ -50,7 +50,7 @@ def reported(state: ClusterState, event: ev.Event, body: ev.EvaluationReported) 
         samples_per_prompt=body.samples_per_prompt,
         metrics=body.metrics,
     )
-    return replace(state, evaluations=(*state.evaluations, evaluation))
+    return replace(state, evaluations=newest((*state.evaluations, evaluation)))
 
 
 def superseded(state: ClusterState, *, next_version: int) -> ClusterState:

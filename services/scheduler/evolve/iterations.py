@@ -19,7 +19,7 @@ from services.scheduler.evolve.admission import Refused
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Component, Loaded, Working, role_of_instance
-from services.scheduler.state.course import Iteration, accounting_fault
+from services.scheduler.state.course import Iteration, accounting_fault, newest
 from services.scheduler.state.learned import with_lengths
 from services.scheduler.state.observed import Pictures
 from services.scheduler.state.values import JobSpec
@@ -119,7 +119,7 @@ def _closed_iteration(state: ClusterState, spec: JobSpec) -> ClusterState:
     summary = accounts.summarize(state, iteration)
     return replace(
         state,
-        summaries=(*state.summaries, summary),
+        summaries=newest((*state.summaries, summary)),
         iteration=None,
         seen=Pictures(),
         learned=with_lengths(state.learned, state.seen.generation, spec.lengths),

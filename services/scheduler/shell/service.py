@@ -60,7 +60,17 @@ from tidegate.ownership.records import (
     VersionConflict,
     transition_number,
 )
-from tidegate.ports.bus import BusUnavailable, EventConsumer, EventDelivery, EventLog, TermRegister
+from tidegate.ports.bus import (
+    BusUnavailable,
+    EventConsumer,
+    EventDelivery,
+    EventLog,
+    MessageTooLarge,
+    StateCopies,
+    StateCopy,
+    StreamFull,
+    TermRegister,
+)
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancellation import end_task
@@ -82,6 +92,7 @@ class SchedulerPorts:
     store: Store
     events: EventLog
     consumer: EventConsumer
+    copies: StateCopies
     terms: TermRegister
     announcer: Announcer
     issuer: Issuer
@@ -217,6 +228,14 @@ class SchedulerService:
         if after.next_iteration > before.next_iteration:
             # No other command is issued again, and a lead takes none twice in its epoch.
             await store.forget_commands(self._job, keep=after.expectations)
+            await self._copy(after)
+
+    async def _copy(self, state: ClusterState) -> None:
+        """Keep a copy on the bus. With it the older events are not needed, should the store lose the state."""
+        try:
+            await self._ports.copies.keep(self._job, StateCopy(state.applied_seq, self._encoder.encode(state)))
+        except (MessageTooLarge, StreamFull) as error:  # the events stay instead
+            self._log.warning("state not copied", error=str(error))
 
     async def _decide(self, begun: Turn) -> None:
         now_ms, observed = await self._ownership(begun.after)
@@ -239,6 +258,10 @@ class SchedulerService:
         self._term = (await self._ports.store.identity()).term
         self._written = found or JobState(payload=b"", write=0, version=0)
         state = decode_state(found.payload) if found else ClusterState(job=self._job)
+        copy = await self._ports.copies.newest(self._job)
+        if copy is not None and copy.through > state.applied_seq:
+            self._log.warning("the store lost the state", applied_seq=state.applied_seq, copied_seq=copy.through)
+            state = decode_state(copy.state)
         self._missed = await self._lost(state, until=acknowledged)
         self._show(state)
         return state
@@ -302,9 +325,10 @@ class SchedulerService:
         if state.spec is None:
             return await self._clock.read_ms(), None
         slots = sorted({*state.spec.gpus, *state.gpus})
-        if strange := tuple(gpu for gpu in slots if gpu not in state.gpus):
-            await store.register(strange)
         found = await store.ownership(self._job, known=state.transitions)
+        if strange := tuple(gpu for gpu in slots if gpu not in found.gpus):
+            await store.register(strange)
+            found = await store.ownership(self._job, known=state.transitions)
         self._clock.was_read(found.now_unix_ms)
         # After the loss of the state no number of a transition may be used again.
         transitions = found.transitions if state.num_transitions else await store.transitions(self._job)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from services.scheduler.state.events import IterationReported
 from services.scheduler.state.values import Fate, IterationPlan, total
 from tidegate.types import Role
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,15 @@ class Summary:
     @property
     def num_duplicates(self) -> int:
         return max(0, self.num_accounted - self.generated.num_samples)
+
+
+KEPT = 64
+"""How many accounts, and how many evaluations, a state keeps. The job's events have all of them."""
+
+
+def newest(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows that a state keeps of these, the oldest first."""
+    return rows[-KEPT:]
 
 
 def accounting_fault(summary: Summary) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from services.scheduler.state.absent import lasts
 from services.scheduler.state.cluster_state import OVER, TERMINAL, ClusterState, Phase
 from services.scheduler.state.components import Working
-from services.scheduler.state.course import Summary, accounting_fault
+from services.scheduler.state.course import KEPT, Summary, accounting_fault
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
@@ -129,17 +129,23 @@ def _samples_add_up(state: ClusterState) -> Iterator[Violation]:
 
 
 def _accounts_stay(previous: ClusterState, state: ClusterState) -> Iterator[Violation]:
-    """The accounts of generated samples are kept as long as the job: of closed iterations, and of one that was open."""
-    name, before = "no account is dropped", previous.summaries
-    kept = state.summaries[: len(before)]
-    if kept != before and [_account(each) for each in kept] != [_account(each) for each in before]:
-        yield Violation(name, f"{len(before)} summaries became {len(state.summaries)}, and other ones")
+    """The accounts of generated samples are kept: of closed iterations, and of one that was open. Only the oldest ones
+    make room, where there are as many as a state keeps."""
+    name, before, after = "no account is dropped", previous.summaries, state.summaries
+    num_stayed = len(before)
+    if after[: len(before)] != before:
+        known, found = [_account(each) for each in before], [_account(each) for each in after]
+        stayed = [each for each in known if each in found]
+        num_stayed = len(stayed)
+        makes_room = len(found) == KEPT and known[len(known) - num_stayed :] == stayed
+        if found[:num_stayed] != stayed or not (makes_room or stayed == known):
+            yield Violation(name, f"{len(known)} summaries became {len(found)}, and other ones")
     was_open = previous.iteration
     if was_open is None:
         return
     opened = (was_open.plan.iteration, previous.incarnation)
     is_open = state.iteration is not None and (state.iteration.plan.iteration, state.incarnation) == opened
-    if not is_open and opened not in [(each.iteration, each.incarnation) for each in state.summaries[len(before) :]]:
+    if not is_open and opened not in [(each.iteration, each.incarnation) for each in after[num_stayed:]]:
         yield Violation(name, f"iteration {opened[0]} of incarnation {opened[1]} was open, and has no summary")
 
 

@@ -21,11 +21,13 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.event_file import EventFile, read_events
-from tidegate.launcher.follow import LEAST_ROOM_BYTES, JobFollower
+from tidegate.launcher.follow import BEAT_S, LEAST_ROOM_BYTES, JobFollower
 from tidegate.launcher.outcome import End
+from tidegate.ports.bus import BusLimits, StateCopy
+from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connect_bus
-from tidegate.types import JobId
+from tidegate.types import JobId, Role
 from tidegate.v1 import control_pb2, events_pb2, types_pb2
 
 PATIENCE_S = 10.0
@@ -185,6 +187,32 @@ async def test_a_look_at_the_streams_room_ends_with_the_job_where_its_answer_los
     assert looking.cancelled()
 
 
+async def test_only_an_event_that_the_file_has_is_dropped_from_the_stream(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path / "servers") as servers:
+        config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
+        folder, job = JobFolder.of(config), JobId(config.job)
+        folder.root.mkdir(parents=True)
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=BusLimits(kept_events=100))
+        try:
+            await bus.streams.open_job(job)
+            source = EventSource("rollout@n0", role=Role.ROLLOUT, boot=1, now_ns=lambda: 1)
+            for _ in range(600):
+                await bus.events.publish(source.event(events_pb2.Failed(), job=job, incarnation=1))
+            await bus.copies.keep(job, StateCopy(through=400, state=b"state"))
+            with (tmp_path / "shown").open("w") as shown:
+                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
+                following = asyncio.create_task(follower.end())
+                while len(left := [at async for at, _ in bus.events.read(job)]) == 600 or left[0] <= 400:
+                    assert sequences(folder)[-1:] >= [at - 1 for at in left[:1]], "dropped before it was written"
+                    await asyncio.sleep(BEAT_S / 10)
+                await end_task(following)
+                await JobFollower(bus, config, folder, LinesView(UnfailingStream(shown))).write_last_events()
+        finally:
+            await bus.close()
+    assert left == list(range(401, 601))
+    assert sequences(folder) == list(range(1, 601))
+
+
 def sequences(folder: JobFolder) -> list[int]:
     return [row.stream_sequence for row in read_events(folder.events)]
 
@@ -211,8 +239,8 @@ async def test_the_file_of_events_continues_where_it_ended(left: str, want: list
                     await follower.submit(source, resume=boot == 2, checkpoint=None)
                     failed = events_pb2.Failed(message=f"of boot {boot}")
                     await bus.events.publish(source.event(failed, job=JobId(config.job), incarnation=1))
-                    await follower.last_events()
-                    assert [event.boot for event in await follower.last_events()] == [1, 1, 2, 2][: 2 * boot]
+                    await follower.write_last_events()
+                    await follower.write_last_events()
                 if boot == 1:
                     leave(folder, left)
         finally:

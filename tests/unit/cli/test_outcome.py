@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.launcher.outcome import End, Outcome, at_rest, iteration_seconds
+from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.pace.steps import PacedSteps
-from tidegate.v1 import control_pb2, events_pb2, types_pb2
+from tidegate.v1 import control_pb2, types_pb2
 
 WANT_KEYS = [
     "iterations",
@@ -44,25 +44,6 @@ def row(iteration: int, reward: float, *, incarnation: int = 1) -> control_pb2.I
 def outcome(*rows: control_pb2.IterationSummary) -> Outcome:
     status = control_pb2.GetJobResponse(job="small", iterations=rows, final_checksum="abc")
     return Outcome(End.FINISHED, "done", seed=3, wall_s=1.5, job=status, timeline="t.json", seconds={0: 0.5})
-
-
-def event(
-    body: object,
-    at_s: float,
-    *,
-    incarnation: int = 1,
-    iteration: int = 0,
-    role: types_pb2.Role.ValueType = types_pb2.ROLE_ACTOR,
-) -> events_pb2.Event:
-    made = events_pb2.Event(
-        incarnation=incarnation,
-        iteration=iteration,
-        role=role,
-        occurred_unix_ns=int(at_s * 1e9),
-    )
-    field = {"WeightsLoaded": made.weights_loaded, "IterationReported": made.iteration_reported}[type(body).__name__]
-    field.SetInParent()
-    return made
 
 
 def test_the_summary_adds_up_the_iterations() -> None:
@@ -119,28 +100,3 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="is not the record of a run"):
         Outcome.read(path)
-
-
-def test_an_iteration_lasts_from_the_report_before_it_or_from_the_weights_it_began_with() -> None:
-    loaded, reported = events_pb2.WeightsLoaded(), events_pb2.IterationReported()
-    history = [
-        event(loaded, 10.0),
-        event(reported, 12.0, iteration=0),
-        event(loaded, 12.5, iteration=1),
-        event(reported, 15.0, iteration=1),
-        event(loaded, 30.0, incarnation=2, iteration=1),
-        event(reported, 31.0, incarnation=2, iteration=1),
-    ]
-    assert iteration_seconds(history) == {0: 2.0, 1: 1.0}
-
-
-def test_gpus_that_load_weights_within_the_first_iteration_do_not_begin_it_again() -> None:
-    """Recorded under `tide`: a copy of the inference came after 4 seconds."""
-    loaded, reported = events_pb2.WeightsLoaded(), events_pb2.IterationReported()
-    history = [
-        event(loaded, 10.0, role=types_pb2.ROLE_ROLLOUT),
-        event(loaded, 10.5, role=types_pb2.ROLE_INFERENCE),
-        event(loaded, 14.5, role=types_pb2.ROLE_INFERENCE),
-        event(reported, 40.5),
-    ]
-    assert iteration_seconds(history) == {0: 30.0}

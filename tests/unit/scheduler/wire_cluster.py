@@ -100,7 +100,15 @@ class WireCluster:
         watched = _WatchedConsumer(consumer, self)
         record = MovesLog(self.moves).append
         ports = SchedulerPorts(
-            store, self.bus.events, watched, self.bus.term, announcer, issuer, self.gate_reports, record
+            store,
+            self.bus.events,
+            watched,
+            self.bus.copies,
+            self.bus.term,
+            announcer,
+            issuer,
+            self.gate_reports,
+            record,
         )
         return SchedulerService(
             JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start
@@ -235,8 +243,11 @@ class _WatchedDelivery:
 
 
 @asynccontextmanager
-async def wire_cluster(tmp_path: Path, *, adopted: bool = True) -> AsyncIterator[WireCluster]:
-    bus = MemoryBus(BusLimits(event_ack_wait_s=ACK_WAIT_S))
+async def wire_cluster(
+    tmp_path: Path, *, adopted: bool = True, max_message_bytes: int = 8 * 2**20
+) -> AsyncIterator[WireCluster]:
+    limits = BusLimits(event_ack_wait_s=ACK_WAIT_S, kept_events=8)
+    bus = MemoryBus(limits, max_message_bytes=max_message_bytes)
     await bus.streams.open_job(JOB)
     server = MemoryServer()
     if adopted:

@@ -251,10 +251,10 @@ class RuntimeSection(_Section):
     host_memory_root: str = "/dev/shm"
     """The folder, in memory, of the snapshots of weights. The job makes a folder of its own in it."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
-    """The size of the event stream, which NATS reserves on its disk. The stream keeps all events but figures, and the
-    last figure of each source, kind and iteration. An event has some 200 bytes, the last pictures of a large iteration
-    some 60 kB: enough for some 4,000 such iterations. A full stream refuses new events. So the launcher stops the run
-    before (`launcher.follow`)."""
+    """The size of the event stream, which NATS reserves on its disk. The stream keeps the newest 4,096 messages, and
+    older events until the job's folder has them. Of figures it keeps the last of each source, kind and iteration. An
+    event has some 200 bytes, the last pictures of a large iteration some 60 kB. A full stream refuses new events. So
+    the launcher stops the run before (`launcher.follow`)."""
     samples_max_bytes: Positive = 2 * 2**30
     """The size of all samples since the last checkpoint, generated and scored."""
     dead_max_bytes: Positive = 256 * 2**20

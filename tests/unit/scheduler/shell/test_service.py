@@ -428,8 +428,8 @@ async def test_a_job_whose_state_the_store_lost_goes_on_from_the_stream_in_a_new
         await of.submit()
         async with running(await of.replica()):
             await of.changes.until(lambda: len(of.written_state().summaries) >= 1)
-        of.server.tables.clear()
-        async with running(await of.replica()):
+        of.server.lose_data()
+        async with running(await of.replica(store=of.detached_client())):
             name = instance_id(Role.ACTOR, NODES[0])
             elected = events_pb2.LeadElected(instance=name, endpoint=f"at-{name}", epoch=2)
             await of.announcer(name, Role.ACTOR).publish(elected, incarnation=0)
@@ -448,8 +448,8 @@ async def test_a_state_that_the_store_lost_is_made_again_though_no_event_comes(t
         await of.submit()
         async with running(await of.replica()):
             await of.changes.until(lambda: is_open(of.written_state()))
-        of.server.tables.clear()
-        async with running(await of.replica()):
+        of.server.lose_data()
+        async with running(await of.replica(store=of.detached_client())):
             await of.changes.until(lambda: of.written_state().incarnation == 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Working
-from services.scheduler.state.course import Evaluation
+from services.scheduler.state.course import KEPT, Evaluation, Summary
 from services.scheduler.state.invariants import check
 from services.scheduler.state.issued import Expectation, Kind
 from services.scheduler.state.observed import Inferring, Pictures
@@ -54,6 +54,11 @@ def with_an_actors_gpu_in_the_rollout(state: ClusterState) -> ClusterState:
 def with_wrong_samples(state: ClusterState) -> ClusterState:
     summary = replace(state.summaries[0], generated=Fate(num_samples=9))
     return replace(state, summaries=(summary,))
+
+
+def numbered(state: ClusterState, num: int) -> tuple[Summary, ...]:
+    """Accounts of so many iterations."""
+    return tuple(replace(state.summaries[0], iteration=k) for k in range(num))
 
 
 def with_transitions(state: ClusterState, *, deadline_unix_ms: int) -> ClusterState:
@@ -163,3 +168,14 @@ def test_a_rollout_may_work_with_fewer_engines_than_its_layout_but_not_with_more
     assert check(state, at_work(state, Role.ROLLOUT, grants=grants[:1])) == []
     more = at_work(state, Role.ROLLOUT, grants=(*grants, Grant(gpu("n9", 0), Token(1, 1))))
     assert [each.invariant for each in check(state, more)] == ["a layout's ranks are its grants"]
+
+
+def test_only_the_oldest_account_of_a_full_state_makes_room() -> None:
+    state = replace(sound(), iteration=None)
+    rows = numbered(state, KEPT + 1)
+    full = replace(state, summaries=rows[:KEPT])
+
+    assert check(full, replace(full, summaries=rows[1:])) == []
+    for left in (rows[2:], (*rows[: KEPT - 1], rows[KEPT])):
+        found = check(full, replace(full, summaries=left))
+        assert [violation.invariant for violation in found] == ["no account is dropped"]
