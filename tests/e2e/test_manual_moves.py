@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli.__main__ import main
-from tests.e2e.jobs import RunningJob, generating, running, updated
+from tests.e2e.jobs import RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.e2e.moving import GROUP_SIZE, PROMPTS, moved, moving_job
 
@@ -82,3 +82,20 @@ async def by_hand(job: RunningJob, said: Any, described: Any) -> None:
     code, text = await said("migrate", "--from", "n0/1", "--to", "n1/0", "--wait")
     assert (code, text) == (0, "job moving: is there now: rollout single on n1/0\n")
     assert gpus_of(await described()) == {"actor": ["n0/0"], "rollout": ["n1/0"], "inference": ["n1/1"]}
+
+
+async def test_a_layout_that_the_model_cannot_have_is_refused_at_once_with_the_legal_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has two layers, two KV heads and four logical shards."""
+    async with running(small_job("refusing"), tmp_path) as job:
+        await job.until(generating(0))
+        for layout, want in (
+            ("pp=3", "legal pp: 1, 2"),
+            ("tp=4", "legal tp: 1, 2"),
+            ("dp=3", "legal dp: 1, 2, 4"),
+        ):
+            command = ["scale", "refusing", "--layout", layout, "--output-dir", str(tmp_path)]
+            assert await asyncio.to_thread(main, command) == 2
+            assert want in capsys.readouterr().err
+        assert not any(event.WhichOneof("body") in ("resize_requested", "split_requested") for event in job.events)

@@ -103,8 +103,8 @@ class BusLimits:
     dead_max_bytes: int = 256 * 2**20
     # JetStream changes leaders within 7 s (measured). A call gives up well after that.
     deadline_s: float = 15.0
-    # The newest events stay, for those who read the log later. 4096 are those of some tens of iterations.
-    kept_events: int = 4096
+    # The newest events stay, for those who read the log later. 2048 are those of some tens of iterations.
+    kept_events: int = 2048
 
 
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]

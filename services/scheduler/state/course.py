@@ -92,7 +92,7 @@ class Summary:
         return max(0, self.num_accounted - self.generated.num_samples)
 
 
-KEPT = 64
+KEPT = 16
 """How many accounts, and how many evaluations, a state keeps. The job's events have all of them."""
 
 

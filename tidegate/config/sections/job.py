@@ -251,7 +251,7 @@ class RuntimeSection(_Section):
     host_memory_root: str = "/dev/shm"
     """The folder, in memory, of the snapshots of weights. The job makes a folder of its own in it."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
-    """The size of the event stream, which NATS reserves on its disk. The stream keeps the newest 4,096 messages, and
+    """The size of the event stream, which NATS reserves on its disk. The stream keeps the newest 2,048 messages, and
     older events until the job's folder has them. Of figures it keeps the last of each source, kind and iteration. An
     event has some 200 bytes, the last pictures of a large iteration some 60 kB. A full stream refuses new events. So
     the launcher stops the run before (`launcher.follow`)."""
