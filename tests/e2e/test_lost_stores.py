@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soak import JOB as SOAK
+from benchmarks.soak import Sizes
+from benchmarks.soak import config as soak_config
 from tests.e2e.jobs import RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.runtime.embedded import EmbeddedServer, EmbeddedServers
+from tidegate.runtime.service import connect_bus
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -46,10 +50,15 @@ async def _lose(servers: EmbeddedServers, folder: Path, *names: str) -> None:
     await servers.start()
 
 
+def _reported(iteration: int) -> Callable[[Any], bool]:
+    return lambda event: event.WhichOneof("body") == "iteration_reported" and event.iteration >= iteration
+
+
 async def _assert_finished(job: RunningJob) -> dict[str, Any]:
     summary: dict[str, Any] = (await job.result())["summary"]
     assert trained_draws(job.folder.journal) == DRAWS
     assert (summary["lost"], summary["duplicates"]) == (0, 0)
+    assert summary["samples_trained"] == sum(DRAWS.values())
     return summary
 
 
@@ -82,6 +91,27 @@ async def test_a_job_goes_on_after_redis_came_back_empty(
         await job.until(moment)
         await _lose(servers, tmp_path, "valkey")
         await _assert_finished(job)
+
+
+async def test_a_job_goes_on_from_the_copy_of_its_state_where_older_events_are_dropped_and_redis_came_back_empty(
+    servers: EmbeddedServers, tmp_path: Path
+) -> None:
+    sizes = Sizes(iterations=250, early=0, window=0)
+    raw = soak_config(tmp_path, sizes) | {"servers": {"nats_url": servers.nats.url, "redis_url": servers.store.url}}
+    async with running(raw, tmp_path) as job:
+        await job.until(_reported(100))
+        bus = await connect_bus(job.config, name="test")
+        for iteration in range(101, sizes.iterations):
+            await job.until(_reported(iteration))
+            first = await anext(aiter(bus.events.read(SOAK)))
+            if first[0] > 1:
+                break
+        await bus.close()
+        assert first[0] > 1, "no event was dropped"
+        await _lose(servers, tmp_path, "valkey")
+        summary = (await job.result())["summary"]
+    assert (summary["iterations"], summary["lost"], summary["duplicates"]) == (sizes.iterations, 0, 0)
+    assert trained_draws(job.folder.journal) == expected_draws(iterations=sizes.iterations, prompts=2, group_size=2)
 
 
 async def test_a_job_whose_nats_came_back_empty_says_so_and_resumes_at_the_first_try(
