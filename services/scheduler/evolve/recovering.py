@@ -1,7 +1,7 @@
 """Recovers a state that the store lost, or of which it returned an older version, from the stream's events. Pure.
 
-The stream has all events. It does not have what only the store had: the open iteration, the transitions, the issued
-commands. So the recovery works in these steps:
+The stream has all events after the state, or after its copy. It does not have what only the store had: the open
+iteration, the transitions, the issued commands. So the recovery works in these steps:
 1. Fold the events again. An iteration counts as open once a report of it comes, and as closed once its accounts add up.
 2. Take down all components and forget what was issued.
 3. Start a new incarnation from the last checkpoint. It supersedes the work that was not finished.
