@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.scheduler.shell.codecs.state_codec import decode_state
-from services.scheduler.state.cluster_state import Phase
+from services.scheduler.state.cluster_state import TERMINAL, Phase
 from tests.component_bench import JOB, NODES
-from tests.unit.scheduler.shell.test_service import NUM_ITERATIONS, ended
 from tests.unit.scheduler.wire_cluster import WireCluster, running, wire_cluster
 from tidegate.types import Role, instance_id
 from tidegate.v1 import events_pb2
+
+NUM_ITERATIONS = 3
+
+
+async def ended(of: WireCluster) -> Phase:
+    """The phase in which the job ended, once it has ended."""
+    await of.changes.until(lambda: of.written_state().phase in TERMINAL)
+    return of.written_state().phase
 
 
 async def elected_anew(of: WireCluster) -> None:
