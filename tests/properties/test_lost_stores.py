@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from services.scheduler.evolve.recovering import recovered
@@ -104,17 +105,22 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
     return drive
 
 
-NUM_HISTORIES = 10_000 if effort.IS_FULL else 200
+NUM_PARTS, NUM_HISTORIES = (10, 1000) if effort.IS_FULL else (1, 200)
 
 
-@settings(max_examples=NUM_HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(histories())
-def test_a_job_whose_store_comes_back_poorer_finishes_with_every_sample_once(steps: list[tuple[str, int]]) -> None:
-    drive = finished(steps)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_a_job_whose_store_comes_back_poorer_finishes_with_every_sample_once(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=NUM_HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(histories())
+    def finishes(steps: list[tuple[str, int]]) -> None:
+        drive = finished(steps)
 
-    assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
-    assert not any(gate.is_held for gate in drive.cluster.gates.values())
-    assert not any(record.owner for record in drive.cluster.store.gpus.values())
-    lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
-    assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
-    assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
+        assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
+        assert not any(gate.is_held for gate in drive.cluster.gates.values())
+        assert not any(record.owner for record in drive.cluster.store.gpus.values())
+        lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
+        assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
+        assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
+
+    finishes()
