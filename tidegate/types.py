@@ -23,6 +23,8 @@ InstanceId = NewType("InstanceId", str)
 TransitionId = NewType("TransitionId", str)
 CommandId = NewType("CommandId", str)
 
+_COUNT = re.compile(r"0|[1-9][0-9]{0,18}")
+"""One text for each number: no zeros before it, and no digits but those of ASCII."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?")
 
 
@@ -140,8 +142,8 @@ class SampleId:
     def parse(cls, text: str) -> SampleId:
         """Reads the text that `str` makes. ValueError for any other text."""
         fields = text.split(".")
-        if len(fields) != 4 or not all(field.isdecimal() for field in fields):
-            raise ValueError(f"sample id {text!r} is not <incarnation>.<iteration>.<prompt>.<draw>")
+        if len(fields) != 4 or not all(map(_COUNT.fullmatch, fields)):
+            raise ValueError(f"sample id {text[:60]!r} is not <incarnation>.<iteration>.<prompt>.<draw>")
         return cls(*map(int, fields))
 
 

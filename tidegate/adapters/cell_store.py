@@ -180,7 +180,7 @@ class CellStore:
 
         def decide(reading: Reading) -> tuple[Writes, bool]:
             until = reading.cells[cell]
-            found_in_force.append(until is not None and int(until) > reading.now_unix_ms)
+            found_in_force.append(until is not None and tables.read_count(until, cell) > reading.now_unix_ms)
             # The first look counts: a repeat after a lost answer finds the lease that this call itself wrote.
             return {cell: b"%d" % (reading.now_unix_ms + ttl_ms)}, found_in_force[0]
 
@@ -193,7 +193,8 @@ class CellStore:
     async def expired(self) -> tuple[InstanceId, ...]:
         reading = await self._read(tables=("leases",))
         leases = reading.tables["leases"].items()
-        return tuple(sorted(InstanceId(holder) for holder, until in leases if int(until) <= reading.now_unix_ms))
+        ends = {holder: tables.read_count(until, Cell("leases", holder)) for holder, until in leases}
+        return tuple(sorted(InstanceId(holder) for holder, end_ms in ends.items() if end_ms <= reading.now_unix_ms))
 
     async def now_unix_ms(self) -> int:
         return (await self._read()).now_unix_ms
@@ -300,7 +301,7 @@ class CellStore:
         cell, term = Cell("boots", instance), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, int]:
-            boot = _next_count(int(reading.cells[cell] or 0), term)
+            boot = _next_count(tables.read_count(reading.cells[cell], cell), term)
             return {cell: b"%d" % boot}, boot
 
         return await self._write((cell,), decide)

@@ -26,6 +26,7 @@ from tidegate.v1.samples_pb2 import SampleGroup
 
 _TOKEN = re.compile(r"[A-Za-z0-9_@-]+")
 """A text that is one part of a subject: no dot, no wildcard."""
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _THROUGH_BYTES = 8
 _WHEN_FULL = {
@@ -137,7 +138,7 @@ def parse_sample_subject(subject: str) -> tuple[Stage, int, int, int] | None:
     """(stage, incarnation, iteration, prompt). None for any other subject, which some stranger published."""
     tokens = subject.split(".")
     stages = [stage.value for stage in Stage]
-    if len(tokens) != 7 or tokens[3] not in stages or not all(token.isdecimal() for token in tokens[4:]):
+    if len(tokens) != 7 or tokens[3] not in stages or not all(map(_NUMBER.fullmatch, tokens[4:])):
         return None
     incarnation, iteration, prompt = map(int, tokens[4:])
     return Stage(tokens[3]), incarnation, iteration, prompt

@@ -13,10 +13,12 @@ A transition is in exactly one of `open` and `closed:<job>`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from tidegate.adapters.cells import Cell, Reading, Writes
+from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.ownership.records import (
     GpuRecord,
     Transition,
@@ -27,8 +29,10 @@ from tidegate.ownership.records import (
     encode_transition,
 )
 from tidegate.ports.store import JobState, LeadRecord
-from tidegate.types import GpuId, JobId, Role, TransitionId
+from tidegate.types import GpuId, InstanceId, JobId, Role, TransitionId
 
+_COUNT = re.compile(rb"[0-9]{1,18}")
+_HEAD = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
 RESIGNED = 0
 """The value of `expires_unix_ms` after a lead resigned. The record stays, because it holds the epoch."""
 
@@ -78,9 +82,10 @@ def read_job_state(reading: Reading, job: JobId) -> JobState | None:
     found = reading.cells[state_cell(job)]
     if found is None:
         return None
-    counts, payload = found.split(b"\n", 1)
-    write, version = counts.split(b" ")
-    return JobState(payload, int(write), int(version))
+    head = _HEAD.match(found)
+    if head is None:
+        raise ValueError(f"not a job's state: {found[:60]!r}; it must begin with its number of writes and its version")
+    return JobState(found[head.end() :], int(head[1]), int(head[2]))
 
 
 def encode_job_state(state: JobState) -> bytes:
@@ -90,8 +95,27 @@ def encode_job_state(state: JobState) -> bytes:
 def read_lead(found: bytes | None) -> LeadRecord | None:
     if found is None:
         return None
-    fields = json.loads(found)
-    return LeadRecord(**{**fields, "role": Role(fields["role"])})
+    try:
+        fields = parse_json(found)
+        return LeadRecord(
+            job=JobId(typed(str, fields["job"], "job")),
+            role=Role(fields["role"]),
+            instance=InstanceId(typed(str, fields["instance"], "instance")),
+            endpoint=typed(str, fields["endpoint"], "endpoint"),
+            epoch=whole_number(fields["epoch"], "epoch"),
+            expires_unix_ms=whole_number(fields["expires_unix_ms"], "expires_unix_ms"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a lead's record: {found[:200]!r} ({error})") from error
+
+
+def read_count(found: bytes | None, cell: Cell) -> int:
+    """The number in a cell; 0 for an empty one. ValueError: the cell holds something else."""
+    if found is None:
+        return 0
+    if not _COUNT.fullmatch(found):
+        raise ValueError(f"not a number: {found[:60]!r} in {cell.table}, field {cell.field!r}")
+    return int(found)
 
 
 def encode_lead(lead: LeadRecord) -> bytes:

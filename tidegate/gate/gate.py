@@ -28,6 +28,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tidegate.gate.lock import is_locked_by_another, lock, try_lock, unlock
+from tidegate.json_text import parse_json, whole_number
 from tidegate.ownership.records import GateState, StaleToken
 from tidegate.types import GpuId, Grant, Token
 
@@ -53,8 +54,10 @@ class _Record:
 
     @classmethod
     def parse(cls, text: str) -> _Record:
-        fields = json.loads(text)
-        return cls(Token(int(fields["term"]), int(fields["counter"])), int(fields["pid"]))
+        fields = parse_json(text)
+        # Strict: a number that is read too small would let an old token pass.
+        token = Token(whole_number(fields["term"], "term"), whole_number(fields["counter"], "counter"))
+        return cls(token, whole_number(fields["pid"], "pid"))
 
 
 class GateHold:

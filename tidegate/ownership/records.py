@@ -20,13 +20,17 @@ Invariants of the JSON:
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from tidegate.json_text import parse_json, typed, typed_or_none, whole_number
 from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class StoreUnavailable(ConnectionError):
@@ -272,8 +276,8 @@ class Transition:
 
 def transition_number(name: TransitionId) -> int:
     """The k of `<job>/<incarnation>/t<k>`; 0 for an id of another form."""
-    text = name.rpartition("/t")[2]
-    return int(text) if text.isdecimal() else 0
+    number = _NUMBER.fullmatch(name.rpartition("/t")[2])
+    return int(number[0]) if number else 0
 
 
 def encode_gpu(record: GpuRecord) -> bytes:
@@ -287,34 +291,35 @@ def encode_transition(transition: Transition) -> bytes:
 def decode_gpu(encoded: bytes) -> GpuRecord:
     """The inverse of `encode_gpu`. ValueError: the text is no GPU record."""
     try:
-        fields = json.loads(encoded)
+        fields = parse_json(encoded)
+        transition = typed_or_none(str, fields["transition"], "transition")
         return GpuRecord(
-            gpu=GpuId(fields["gpu"]),
+            gpu=_gpu(fields),
             state=GpuState(fields["state"]),
             owner=_owner(fields["owner"]),
             token=_token(fields["token"]),
-            transition=fields["transition"],
+            transition=None if transition is None else TransitionId(transition),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"not a GPU record: {encoded[:200]!r} ({error})") from error
 
 
 def decode_transition(encoded: bytes) -> Transition:
     """The inverse of `encode_transition`. ValueError: the text is no transition."""
     try:
-        fields = json.loads(encoded)
+        fields = parse_json(encoded)
         return Transition(
-            id=TransitionId(fields["id"]),
-            job=JobId(fields["job"]),
-            incarnation=int(fields["incarnation"]),
-            moves=tuple(_move(each) for each in fields["moves"]),
-            parts=tuple(_part(each) for each in fields["parts"]),
-            planned_version=int(fields["planned_version"]),
-            deadline_unix_ms=int(fields["deadline_unix_ms"]),
-            reason=fields["reason"],
+            id=TransitionId(typed(str, fields["id"], "id")),
+            job=JobId(typed(str, fields["job"], "job")),
+            incarnation=whole_number(fields["incarnation"], "incarnation"),
+            moves=tuple(_move(each) for each in typed(list, fields["moves"], "moves")),
+            parts=tuple(_part(each) for each in typed(list, fields["parts"], "parts")),
+            planned_version=whole_number(fields["planned_version"], "planned_version"),
+            deadline_unix_ms=typed(int, fields["deadline_unix_ms"], "deadline_unix_ms"),
+            reason=typed(str, fields["reason"], "reason"),
             outcome=Outcome(fields["outcome"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"not a transition record: {encoded[:200]!r} ({error})") from error
 
 
@@ -322,22 +327,26 @@ def _encode(record: GpuRecord | Transition) -> bytes:
     return json.dumps(asdict(record), sort_keys=True, separators=(",", ":")).encode()
 
 
-def _owner(fields: Mapping[str, str] | None) -> Owner | None:
-    return None if fields is None else Owner(JobId(fields["job"]), Role(fields["role"]))
+def _gpu(fields: Mapping[str, Any]) -> GpuId:
+    return GpuId(typed(str, fields["gpu"], "gpu"))
 
 
-def _token(fields: Mapping[str, int]) -> Token:
-    return Token(term=int(fields["term"]), counter=int(fields["counter"]))
+def _owner(fields: Mapping[str, Any] | None) -> Owner | None:
+    return None if fields is None else Owner(JobId(typed(str, fields["job"], "job")), Role(fields["role"]))
 
 
-def _layout(fields: Mapping[str, int] | None) -> Layout | None:
-    return None if fields is None else Layout(**fields)
+def _token(fields: Mapping[str, Any]) -> Token:
+    return Token(term=whole_number(fields["term"], "term"), counter=whole_number(fields["counter"], "counter"))
+
+
+def _layout(fields: Mapping[str, Any] | None) -> Layout | None:
+    return None if fields is None else Layout(**{axis: typed(int, size, axis) for axis, size in fields.items()})
 
 
 def _move(fields: Mapping[str, Any]) -> Move:
     granted = fields["granted_token"]
     return Move(
-        gpu=GpuId(fields["gpu"]),
+        gpu=_gpu(fields),
         source=_owner(fields["source"]),
         target=_owner(fields["target"]),
         planned_token=_token(fields["planned_token"]),

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tidegate.json_text import parse_json, typed
 from tidegate.types import GpuId, Grant, Token
 
 ALLOWED_PREFIXES = ("services.", "tidegate.")
@@ -80,17 +81,17 @@ class WorkerSpec:
     def parse(cls, text: str | bytes) -> WorkerSpec:
         """Reads what `to_json` wrote. ValueError for any other text."""
         try:
-            fields = json.loads(text)
-            env = {_typed(str, key): _typed(str, value) for key, value in _typed(dict, fields["env"]).items()}
-            token = Token(_typed(int, fields["term"]), _typed(int, fields["counter"]))
+            fields = parse_json(text)
+            env = {key: typed(str, value, key) for key, value in typed(dict, fields["env"], "env").items()}
+            token = Token(typed(int, fields["term"], "term"), typed(int, fields["counter"], "counter"))
             return cls(
-                entry=_typed(str, fields["entry"]),
-                grant=Grant(GpuId(_typed(str, fields["gpu"])), token),
-                log_path=Path(_typed(str, fields["log_path"])),
+                entry=typed(str, fields["entry"], "entry"),
+                grant=Grant(GpuId(typed(str, fields["gpu"], "gpu")), token),
+                log_path=Path(typed(str, fields["log_path"], "log_path")),
                 env=env,
-                works_for=_typed(str, fields["works_for"]),
+                works_for=typed(str, fields["works_for"], "works_for"),
             )
-        except (KeyError, TypeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a worker's specification: {error}") from error
 
 
@@ -177,9 +178,3 @@ async def until_readable(fd: int) -> None:
         await readable.wait()
     finally:
         loop.remove_reader(fd)
-
-
-def _typed(kind: type[Any], value: object) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
