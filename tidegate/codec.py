@@ -14,15 +14,26 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
+from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 
 from tidegate.candidates import has_spread
 from tidegate.types import GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
+M = TypeVar("M", bound=Message)
+
 _DIGEST_SPACE = 2**64
+_GPU = re.compile(r"[^/]+/(0|[1-9][0-9]{0,8})")
+"""One text for each GPU: the index has no zeros before it, and no digits but those of ASCII."""
+MAX_SAMPLES = 2**22
+"""The samples of an iteration: hundreds of times the largest published one. The actor keeps an id of each, so a plan
+with a damaged number would take its memory."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 _WIRE_ROLE: dict[Role, types_pb2.Role.ValueType] = {
     Role.ACTOR: types_pb2.ROLE_ACTOR,
@@ -70,12 +81,20 @@ def encode_grant(grant: Grant) -> types_pb2.Grant:
     return types_pb2.Grant(gpu=grant.gpu, token=encode_token(grant.token))
 
 
+def decode_gpu(name: str, *, field: str) -> GpuId:
+    """`field` names the place of the value, for the error."""
+    if not _GPU.fullmatch(name):
+        raise WireError(f"{field} is {name[:60]!r}; it must be <node>/<index>")
+    return GpuId(name)
+
+
+def decode_gpus(names: Iterable[str], *, field: str) -> tuple[GpuId, ...]:
+    return tuple(decode_gpu(name, field=field) for name in names)
+
+
 def decode_grant(wire: types_pb2.Grant) -> Grant:
     require(wire, "gpu", "token")
-    node, slash, index = wire.gpu.rpartition("/")
-    if not (node and slash and index.isdecimal()):
-        raise WireError(f"Grant.gpu is {wire.gpu!r}; it must be <node>/<index>")
-    return Grant(gpu=GpuId(wire.gpu), token=decode_token(wire.token))
+    return Grant(gpu=decode_gpu(wire.gpu, field="Grant.gpu"), token=decode_token(wire.token))
 
 
 def encode_grants(grants: Iterable[Grant]) -> list[types_pb2.Grant]:
@@ -98,7 +117,10 @@ def encode_layout(layout: Layout) -> types_pb2.Layout:
 
 
 def decode_layout(wire: types_pb2.Layout) -> Layout:
-    return Layout(**{axis: getattr(wire, axis) or 1 for axis in _AXES})
+    try:
+        return Layout(**{axis: getattr(wire, axis) or 1 for axis in _AXES})
+    except ValueError as invalid:
+        raise WireError(f"Layout: {invalid}") from invalid
 
 
 def encode_sample_id(sample: SampleId) -> types_pb2.SampleId:
@@ -138,10 +160,41 @@ def decode_job(name: str, *, field: str) -> JobId:
         raise WireError(f"{field}: {invalid}") from invalid
 
 
+def check_file_name(name: str, *, field: str) -> None:
+    """WireError for a name that could be a path."""
+    if not _FILE_NAME.fullmatch(name):
+        raise WireError(f"{field} is {name!r}; it must be a plain file name of letters, digits, '.', '_' and '-'")
+
+
+def check_parts(message: Message) -> None:
+    """WireError unless each grant and each layout within the message can be decoded."""
+    for field, value in message.ListFields():
+        kind, held = field.message_type, value if field.is_repeated else (value,)
+        if kind is None or kind.GetOptions().map_entry:
+            continue
+        if kind.name == "Grant":
+            decode_grants(held)
+        elif kind.name == "Layout":
+            decode_layout(value)
+        else:
+            for each in held:
+                check_parts(each)
+
+
+def check_plan(plan: types_pb2.IterationPlan) -> None:
+    """WireError unless an iteration can have so many samples."""
+    require(plan, "num_prompts", "group_size", "num_minibatches")
+    num_samples = (plan.num_prompts + plan.max_extra_prompts) * plan.group_size
+    if num_samples > MAX_SAMPLES:
+        raise WireError(f"IterationPlan has {num_samples:,} samples; an iteration has at most {MAX_SAMPLES:,}")
+
+
 def check_event(event: events_pb2.Event) -> None:
     """WireError unless the event names its job, has the id that its source derives, and has a body."""
     require(event, "id", "job", "source", "boot", "sequence")
     decode_job(event.job, field="Event.job")
+    if "/" in event.source:
+        raise WireError(f"Event.source is {event.source!r}; it must be without '/', which separates the parts of an id")
     derived = f"{event.source}/{event.boot}/{event.sequence}"
     if event.id != derived:
         raise WireError(f"Event.id is {event.id!r}; its source, boot and sequence make it {derived!r}")
@@ -228,6 +281,20 @@ def _check_sample(sample: samples_pb2.Sample, group: samples_pb2.SampleGroup) ->
             f"Sample.versions of {decode_sample_id(sample.id)} name version {strange[0]}, its group is of version "
             f"{group.version}; training is strictly on-policy: every token is drawn from the version of its iteration"
         )
+
+
+def message_of_json(fields: object, message: M) -> M:
+    """Fills the message with fields of its JSON form. WireError for any other value."""
+    name = message.DESCRIPTOR.name
+    if not isinstance(fields, dict):
+        raise WireError(f"{name} is {repr(fields)[:60]} in JSON; it must be an object")
+    try:
+        return ParseDict(fields, message)
+    except ParseError as error:
+        raise WireError(str(error)) from error
+    # ParseDict raises these for some values of another type.
+    except (AttributeError, TypeError) as error:
+        raise WireError(f"{name}: {str(error).strip() or type(error).__name__}") from error
 
 
 def _parse(message: Message, payload: bytes) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from tidegate.checksums import combined_checksum, file_checksum
-from tidegate.codec import encode_grants
+from tidegate.codec import WireError, check_file_name, encode_grants, message_of_json
 from tidegate.folder_swap import empty_partial, recover, swap_in
 from tidegate.job import snapshot_folder
+from tidegate.json_text import parse_json
 from tidegate.runtime.lead import LeadTools
 from tidegate.types import node_of
 from tidegate.v1 import types_pb2
@@ -123,7 +124,13 @@ def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapsho
     """Check the kept files and copy them to the folder of their version. Returns the kept snapshot message."""
     recover(kept)
     try:
-        snapshot = json_format.Parse((kept / _MESSAGE).read_text(), types_pb2.Snapshot())
+        snapshot = message_of_json(parse_json((kept / _MESSAGE).read_bytes()), types_pb2.Snapshot())
+        for shard in snapshot.shards:
+            check_file_name(shard.file, field="SnapshotShard.file")
+            if file_checksum(kept / shard.file) != shard.checksum:
+                raise WireError(f"{shard.file} is damaged")
+    except ValueError as error:
+        raise ReferenceMissing(f"reference policy {kept}: {error}; start the job anew") from error
     except OSError as error:
         raise ReferenceMissing(
             f"reference policy {kept}: {error.strerror}; a job writes it at its start, and a resume with a KL term "
@@ -132,7 +139,5 @@ def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapsho
     folder = folder_of(snapshot.version)
     folder.mkdir(parents=True, exist_ok=True)
     for shard in snapshot.shards:
-        if file_checksum(kept / shard.file) != shard.checksum:
-            raise ReferenceMissing(f"reference policy {kept / shard.file} is damaged: start the job anew")
         shutil.copyfile(kept / shard.file, folder / shard.file)
     return snapshot

@@ -1,7 +1,7 @@
 """The gRPC face of a component: the lead's commands. Each takes effect once, however often it is issued.
 
 Order:
-1. check the header;
+1. check the header, and each grant and layout;
 2. return the stored result of the same id, if there is one;
 3. ask the lead to accept the command;
 4. store the result;
@@ -12,6 +12,8 @@ Invariants:
 - A stored command is worked on, also where its caller dies or the store's answer is lost meanwhile.
   [test_component: whose_caller_dies] [test_component: whose_storing_has_an_unknown_outcome]
 - A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
+- A command that cannot be decoded is answered INVALID_ARGUMENT, and changes nothing.
+  [test_fuzzed_requests: command_of_any_fields]
 - A refusal is not stored, so that the command may be issued again when its obstacle is gone.
   [test_component: a_refused_command_gets]
 """
@@ -25,7 +27,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from tidegate.codec import require
+from tidegate.codec import check_parts, check_plan, require
 from tidegate.ports.store import CommandLog
 from tidegate.runtime.host import ComponentHost
 from tidegate.runtime.lead import Command, CommandRefused, Lead
@@ -64,6 +66,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         self, request: commands_pb2.OpenIterationRequest, context: Context
     ) -> commands_pb2.OpenIterationResponse:
         require(request, "plan")
+        check_plan(request.plan)
         return commands_pb2.OpenIterationResponse(result=await self._accept_once(request))
 
     async def CloseIteration(
@@ -102,6 +105,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         header = command.header
         require(command, "header")
         require(header, "id", "job", "lead_epoch")
+        check_parts(command)
         if header.job != self._job:
             return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
         stored = await self._log.recall(self._job, CommandId(header.id))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tidegate.checksums import combined_checksum, file_checksum
-from tidegate.codec import WireError, decode_grants, decode_job, require
+from tidegate.codec import WireError, check_file_name, decode_grants, decode_job, require
 from tidegate.types import GpuId, Grant, JobId, NodeId, Token
 from tidegate.v1 import types_pb2
-
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class SnapshotUnavailable(LookupError):
@@ -116,7 +113,7 @@ class SnapshotStore:
     ) -> Path:
         """The path of the file that another node requests. WireError, StaleSnapshot or SnapshotUnavailable."""
         checked_job = decode_job(job, field="FetchShardRequest.job")
-        _check_file(file, "FetchShardRequest.file")
+        check_file_name(file, field="FetchShardRequest.file")
         self._tokens.check(checked_job, incarnation=incarnation, version=version, grants=decode_grants(grants))
         path = self.folder(checked_job, incarnation=incarnation, version=version) / file
         if not path.is_file():
@@ -144,7 +141,7 @@ class SnapshotStore:
         job = decode_job(snapshot.job, field="Snapshot.job")
         for shard in snapshot.shards:
             require(shard, "node", "checksum")
-            _check_file(shard.file, "SnapshotShard.file")
+            check_file_name(shard.file, field="SnapshotShard.file")
         checksums = {shard.file: shard.checksum for shard in snapshot.shards}
         if len(checksums) != len(snapshot.shards):
             raise WireError(f"Snapshot.shards of version {snapshot.version} list a file twice; list each file once")
@@ -227,8 +224,3 @@ def _check_content(shard: types_pb2.SnapshotShard, found: tuple[int, str], *, wh
             f"{shard.file} from {where} has {found[0]} bytes with checksum {found[1]}, its writer said {want[0]} bytes "
             f"and {want[1]}: drop the version and publish it again"
         )
-
-
-def _check_file(name: str, field_name: str) -> None:
-    if not _FILE_NAME.fullmatch(name):
-        raise WireError(f"{field_name} is {name!r}; it must be a plain file name of letters, digits, '.', '_' and '-'")

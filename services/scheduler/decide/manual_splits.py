@@ -108,6 +108,8 @@ def drained_by(state: ClusterState, policy: Policy, targets: Iterable[str], *, i
                 f"{', '.join(nodes)}"
             )
         named |= dict.fromkeys(found)
+    if not named:
+        raise MoveRefused("no GPU is named; name GPUs or nodes of the job")
     gpus, drained = tuple(named), set(state.manual.drained)
     if is_undone:
         if strange := sorted(set(gpus) - drained):

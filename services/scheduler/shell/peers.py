@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from services.scheduler.shell.requests import Request
 from services.scheduler.state.cluster_state import ClusterState
 from tidegate.adapters.grpc_client import Channels
-from tidegate.codec import decode_token
+from tidegate.codec import WireError, decode_gpu, decode_token
 from tidegate.gate import GateState
 from tidegate.ownership.adoption import GateReports
 from tidegate.ports.rpc import PeerRefused
-from tidegate.types import GpuId, NodeId
+from tidegate.types import NodeId
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_pb2_grpc
 
 GATE_TIMEOUT_S = 2.0
@@ -34,7 +34,13 @@ class Peers:
     async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:
         """The gate's report. PeerUnavailable or PeerRefused: there is no report."""
         stub = instance_pb2_grpc.InstanceStub(self._channels.connect(endpoint))
-        return await stub.GateReport(instance_pb2.GateReportRequest(), timeout=timeout_s)
+        report = await stub.GateReport(instance_pb2.GateReportRequest(), timeout=timeout_s)
+        try:
+            _gate_states(report)
+        except WireError as error:
+            message = f"the report of the gate at {endpoint} is damaged: {error}"
+            raise PeerRefused(message, reason=str(error), status="DATA_LOSS", error=type(error).__name__) from error
+        return report
 
     async def gate_reports(self, state: ClusterState | None) -> GateReports:
         """The reports of all nodes that have a living instance, without the nodes that do not answer."""
@@ -76,9 +82,12 @@ class Peers:
 
 
 def _gate_states(report: instance_pb2.GateReportResponse) -> Sequence[GateState]:
+    """WireError: the report is damaged."""
     return [
         GateState(
-            GpuId(each.gpu), decode_token(each.highest_token) if each.HasField("highest_token") else None, each.held
+            decode_gpu(each.gpu, field="GateState.gpu"),
+            decode_token(each.highest_token) if each.HasField("highest_token") else None,
+            each.held,
         )
         for each in report.gpus
     ]

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.scheduler.state.observed import Engine, Generation, Inferring, TrainerRate, Training
-from tidegate.codec import WireError, decode_layout, require
-from tidegate.types import GpuId
+from tidegate.codec import WireError, decode_gpus, decode_layout, require
 from tidegate.v1 import events_pb2
 
 
@@ -59,12 +58,8 @@ def training_of(message: events_pb2.Training) -> Training:
 
 def _engine_of(message: events_pb2.Engine) -> Engine:
     require(message, "gpus")
-    for gpu in message.gpus:
-        node, slash, index = gpu.rpartition("/")
-        if not (node and slash and index.isdecimal()):
-            raise WireError(f"Engine.gpus names {gpu!r}; it must be <node>/<index>")
     return Engine(
-        gpus=tuple(GpuId(gpu) for gpu in message.gpus),
+        gpus=decode_gpus(message.gpus, field="Engine.gpus"),
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_kv_tokens=message.num_kv_tokens,

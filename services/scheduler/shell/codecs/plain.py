@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -77,12 +77,22 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _typed_dataclass(kind, value, where)
     if kind is bytes:
-        return base64.b64decode(_expect(str, value, where), validate=True)
+        text = _expect(str, value, where)
+        return _made(where, lambda: base64.b64decode(text, validate=True))
     if issubclass(kind, StrEnum):
-        return kind(_expect(str, value, where))
+        text = _expect(str, value, where)
+        return _made(where, lambda: kind(text))
     if kind is float and type(value) is int:
-        return float(value)
+        return _made(where, lambda: float(value))
     return _expect(kind, value, where)
+
+
+def _made(where: str, make: Callable[[], Any]) -> Any:
+    """The value. ValueError names the place of one that its type does not allow."""
+    try:
+        return make()
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _typed_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
@@ -116,7 +126,8 @@ def _typed_dataclass(kind: Any, value: Any, where: str) -> Any:
     if fields.keys() != want:
         odd = ", ".join(sorted(set(fields) ^ want))
         raise ValueError(f"{where} does not hold the fields of {kind.__name__}: {odd} missing or unknown")
-    return kind(**{name: from_plain(hints[name], fields[name], f"{where}.{name}") for name in names})
+    values = {name: from_plain(hints[name], fields[name], f"{where}.{name}") for name in names}
+    return _made(where, lambda: kind(**values))
 
 
 def _key(kind: Any, key: str, where: str) -> Any:
@@ -124,8 +135,8 @@ def _key(kind: Any, key: str, where: str) -> Any:
     if kind is int:
         if not key.isdecimal():
             raise ValueError(f"{where} has the key {key!r}, it must be a number")
-        return int(key)
-    return kind(key)
+        return _made(where, lambda: int(key))
+    return _made(where, lambda: kind(key))
 
 
 def _expect(kind: type[T], value: Any, where: str) -> T:

@@ -24,11 +24,21 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.costs import costs_of, lengths_of, rates_of
 from services.scheduler.state.values import Fate, JobSpec, Placed, Snapshot
-from tidegate.codec import WireError, decode_grants, decode_layout, decode_role, decode_token, require
+from tidegate.codec import (
+    WireError,
+    decode_gpu,
+    decode_gpus,
+    decode_grants,
+    decode_layout,
+    decode_role,
+    decode_token,
+    require,
+)
 from tidegate.config.checks.actor_layouts import policy_layouts
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.events import body_of
-from tidegate.types import GpuId, InstanceId, NodeId, Role
+from tidegate.json_text import parse_json
+from tidegate.types import NO_TOKEN, InstanceId, NodeId, Role, Token
 from tidegate.v1 import events_pb2, types_pb2
 
 STATE_FORMAT = 10
@@ -167,7 +177,8 @@ def _submitted(body: events_pb2.JobSubmitted) -> ev.JobSubmitted:
 
 def _resize_requested(body: events_pb2.ResizeRequested) -> ev.ResizeRequested:
     require(body, "layout", "gpus")
-    return ev.ResizeRequested(Placed(tuple(GpuId(gpu) for gpu in body.gpus), decode_layout(body.layout)))
+    gpus = decode_gpus(body.gpus, field="ResizeRequested.gpus")
+    return ev.ResizeRequested(Placed(gpus, decode_layout(body.layout)))
 
 
 def _split_requested(body: events_pb2.SplitRequested) -> ev.SplitRequested:
@@ -183,20 +194,26 @@ def _split_requested(body: events_pb2.SplitRequested) -> ev.SplitRequested:
 def decode_place(place: types_pb2.RolePlace, *, field: str) -> tuple[Role, Placed]:
     require(place, "layout", "gpus")
     role = decode_role(place.role, field=f"{field}.role")
-    return role, Placed(tuple(GpuId(gpu) for gpu in place.gpus), decode_layout(place.layout))
+    return role, Placed(decode_gpus(place.gpus, field=f"{field}.gpus"), decode_layout(place.layout))
 
 
 def _drain_requested(body: events_pb2.DrainRequested) -> ev.DrainRequested:
     require(body, "gpus")
-    return ev.DrainRequested(tuple(GpuId(gpu) for gpu in body.gpus), is_undone=body.undo)
+    return ev.DrainRequested(decode_gpus(body.gpus, field="DrainRequested.gpus"), is_undone=body.undo)
 
 
 def _gate_reported(body: events_pb2.GateReported) -> ev.GateReported:
     gates = []
     for gate in body.gpus:
-        require(gate, "gpu", "highest_token")
-        gates.append(ev.GateState(GpuId(gate.gpu), decode_token(gate.highest_token), gate.held))
+        require(gate, "gpu")
+        gpu = decode_gpu(gate.gpu, field="GateState.gpu")
+        gates.append(ev.GateState(gpu, _highest_token(gate), gate.held))
     return ev.GateReported(node=NodeId(body.node), gpus=tuple(gates))
+
+
+def _highest_token(gate: events_pb2.GateState) -> Token:
+    """A gate that no owner ever passed, as after a death at its first attempt, reports no token."""
+    return decode_token(gate.highest_token) if gate.HasField("highest_token") else NO_TOKEN
 
 
 _BODIES: dict[type, Callable[[Any], ev.Body]] = {
@@ -278,7 +295,7 @@ def encode_state(state: ClusterState) -> bytes:
 def decode_state(encoded: bytes) -> ClusterState:
     """Inverse of `encode_state`; ValueError on anything else."""
     try:
-        document = json.loads(encoded)
+        document = parse_json(encoded)
     except ValueError as error:
         raise ValueError(f"not a scheduler state: {len(encoded)} bytes that are no JSON ({error})") from error
     found = document.get("format") if isinstance(document, dict) and "state" in document else None

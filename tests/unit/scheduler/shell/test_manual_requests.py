@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "16 ranks": ("ScaleJob", ScaleJob(job=JOB, layout=encode_layout(Layout(dp=16))), "the actor can have 1, 2, 3"),
     "a GPU in use": ("MigrateGpus", MigrateGpus(job=JOB, leaving=["n1/1"], coming=["n0/0"]), "free: n0/3"),
+    "no GPU to drain": ("DrainGpus", DrainGpus(job=JOB), "no GPU is named; name GPUs or nodes of the job"),
     "no such node": ("DrainGpus", DrainGpus(job=JOB, targets=["n7"]), "on n0, n1"),
     "all GPUs": ("DrainGpus", DrainGpus(job=JOB, targets=["n0", "n1"]), "each of these alone can be: n0/0"),
 }
