@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError, model_validator
@@ -40,6 +39,7 @@ from tidegate.config.checks.pace import pace_faults
 from tidegate.config.reading.layers import EMPTY_LAYER, Layer
 from tidegate.config.reading.origins import with_origin, with_origins
 from tidegate.config.sections.job import JobSections
+from tidegate.json_text import parse_json
 from tidegate.pace.costs import with_paced_costs
 
 
@@ -70,8 +70,8 @@ class JobConfig(JobSections):
     def from_json(cls, text: str) -> JobConfig:
         """ConfigError: the text is not a valid config."""
         try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
+            raw = parse_json(text)
+        except ValueError as error:
             raise ConfigError(f"config is not JSON: {error}") from error
         return parse_config(raw)
 

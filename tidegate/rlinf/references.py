@@ -6,6 +6,8 @@ RLinf adds the functions `${subtract:x,y}`, `multiply`, `int_div` and `not`.
 Invariants:
 - A text that is one reference gets the type of the referenced value. [test_references: a_reference_has_the_value]
 - A reference to a missing key, to itself or to an unknown function is a fault. [test_references: an_unresolvable]
+- References of references make no more than `_MAX_STEPS` values, texts of `_MAX_CHARACTERS` and numbers of 64 bits.
+  [test_fuzzed_configs: cannot_be_blown_up]
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ import yaml
 from tidegate.config.base import KeyPath
 from tidegate.config.reading.layers import Layer, dotted, with_value
 from tidegate.config.reading.origins import with_origin
+from tidegate.config.reading.yaml_text import read_yaml, yaml_problem
 
 _OPEN, _CLOSE = "${", "}"
+_MAX_STEPS = 100_000
+"""The values that are looked at for all references of a config: hundreds of times those of RLinf's largest."""
+_MAX_CHARACTERS = 10_000
+_MAX_NUMBER = 2**64
 _FUNCTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
     "multiply": (2, lambda x, y: x * y),
     "int_div": (2, lambda x, y: x // y),
@@ -36,7 +43,7 @@ def without_references(given: Layer) -> Layer:
     for path, text in _texts(given.values, ()):
         try:
             values = with_value(values, path, resolver.value_at(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             faults.append(with_origin(f"{dotted(path)}={text!r}: {error}", given, path))
     if faults:
         raise ValueError("\n".join(faults))
@@ -55,6 +62,7 @@ class _Resolver:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._pending: list[KeyPath] = []
+        self._num_steps = 0
 
     def value_at(self, path: KeyPath) -> Any:
         """The value without references. ValueError: there is no value, or it refers to itself."""
@@ -79,6 +87,9 @@ class _Resolver:
         return value
 
     def _resolved(self, value: Any, at: KeyPath) -> Any:
+        self._num_steps += 1
+        if self._num_steps > _MAX_STEPS:
+            raise ValueError(f"the references of this config stand for more than {_MAX_STEPS:,} values: write fewer")
         if isinstance(value, dict):
             return {key: self._resolved(inner, (*at, key)) for key, inner in value.items()}
         if isinstance(value, list):
@@ -92,7 +103,12 @@ class _Resolver:
         end = _closing(text, start)
         value = self._referenced(text[start + len(_OPEN) : end].strip(), at)
         before, after = text[:start], text[end + len(_CLOSE) :]
-        return value if not before and not after else f"{before}{value}{self._read(after, at)}"
+        if not before and not after:
+            return value
+        made = f"{before}{value}{self._read(after, at)}"
+        if len(made) > _MAX_CHARACTERS:
+            raise ValueError(f"its references make a text of {len(made):,} characters: write a shorter one")
+        return made
 
     def _referenced(self, inner: str, at: KeyPath) -> Any:
         name, colon, arguments = inner.partition(":")
@@ -106,13 +122,24 @@ class _Resolver:
         try:
             if len(values) != count:
                 raise TypeError(f"it takes {count}")
-            return function(*values)
-        except (TypeError, ZeroDivisionError) as error:
+            if name != "not" and not all(isinstance(value, int | float) for value in values):
+                raise TypeError("it takes numbers")
+            made = function(*values)
+            if not -_MAX_NUMBER < made < _MAX_NUMBER:
+                raise TypeError("the result is not finite, or has more than 64 bits")
+            return made
+        except (TypeError, ArithmeticError) as error:
             given = ", ".join(map(repr, values))
             raise ValueError(f"{name} of {given}: {error}") from error
 
     def _argument(self, text: str, at: KeyPath) -> Any:
-        return self._read(text, at) if _OPEN in text else yaml.safe_load(text)
+        """ValueError: the text is not YAML."""
+        if _OPEN in text:
+            return self._read(text, at)
+        try:
+            return read_yaml(text).value
+        except yaml.YAMLError as error:
+            raise ValueError(f"{text!r} is not YAML ({yaml_problem(error)})") from error
 
 
 def _path(name: str, at: KeyPath) -> KeyPath:

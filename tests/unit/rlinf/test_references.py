@@ -56,7 +56,7 @@ WRONG = {
     "another function": ("${oc.env:HOME}", "'oc.env' is no known function (known: multiply, int_div, subtract, not)"),
     "no closing": ("${a.number", "a ${ is not closed by }"),
     "too few values": ("${subtract:${a.number}}", "subtract of 3: it takes 2"),
-    "values of the wrong kind": ("${subtract:${a.text},1}", "subtract of 'x', 1: unsupported operand"),
+    "values of the wrong kind": ("${subtract:${a.text},1}", "subtract of 'x', 1: it takes numbers"),
     "a division by zero": ("${int_div:1,0}", "int_div of 1, 0: "),
 }
 

@@ -29,13 +29,13 @@ def _plain_line(root: type[BaseModel], fault: Any) -> str:
     where = ".".join(str(part) for part in fault["loc"])
     match fault["type"]:
         case "extra_forbidden":
-            return _unknown_key(where, str(fault["loc"][-1]), _section_at(root, fault["loc"][:-1]))
+            return _unknown_key(where, str(fault["loc"][-1]), _known_section(root, fault["loc"][:-1]))
         case "missing":
             return f"key {where!r} is missing: it has no default"
         case "value_error":
             return str(fault["ctx"]["error"])
         case "model_type":
-            section = _section_at(root, fault["loc"])
+            section = _known_section(root, fault["loc"])
             return _no_section(where or "the config", fault["input"], f"{next(iter(section.model_fields))}:")
         case "dict_type":
             return _no_section(where, fault["input"], "n0: 4")
@@ -58,7 +58,9 @@ def _null_hint(root: type[BaseModel], fault: Any) -> str:
     if not fault["loc"] or str(fault["input"]).lower() != "none" or fault["type"] == "extra_forbidden":
         return ""
     *parents, name = fault["loc"]
-    field = _section_at(root, tuple(parents)).model_fields.get(str(name))
+    section = _section_at(root, tuple(parents))
+    # A mapping of names, such as cluster.nodes, is no section.
+    field = section.model_fields.get(str(name)) if section is not None else None
     may_be_null = field is not None and type(None) in get_args(field.annotation)
     return "; write null for no value" if may_be_null else ""
 
@@ -75,12 +77,18 @@ def _no_section(where: str, value: object, example: str) -> str:
     return f"{where} must hold keys and values such as {example}, found {found}"
 
 
-def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    section = root
+def _known_section(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    section = _section_at(root, path)
+    assert section is not None, f"{path} is not a section"
+    return section
+
+
+def _section_at(root: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """None: the path leads to a plain value, or into one."""
+    section: type[BaseModel] | None = root
     for part in path:
         # A number is a place in a list. `section` is the type of the list's items already.
         if isinstance(part, str):
-            found = section_of(section.model_fields[part].annotation)
-            assert found is not None, f"{path} is not a section"
-            section = found
+            field = section.model_fields.get(part) if section is not None else None
+            section = section_of(field.annotation) if field is not None else None
     return section

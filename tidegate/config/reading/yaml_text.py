@@ -5,6 +5,8 @@ Invariants:
   that names the key and both lines. [test_config_files: a_file_that_holds_no_config]
 - A key that a merge (`<<`) brings may be written again, as YAML allows. [test_config_files: a_key_that_a_merge_brings]
 - Each key and each item of a list has its line. [test_layers: a_fault_names_the_file_and_line]
+- A text takes no more time and memory than its size allows, whatever its aliases repeat. Any text gives a document or
+  one of the documented errors. [test_fuzzed_configs: reads_or_is_refused]
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from typing import Any
 import yaml
 
 from tidegate.config.base import KeyPath
+
+_MAX_SHOWN = 60
+_MAX_VALUES = 200_000
+"""The values of a file with its aliases written out. A list of every GPU of the largest cluster has a third of that;
+nine lines of aliases of aliases have a billion."""
 
 
 class AmbiguousYaml(ValueError):
@@ -43,6 +50,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 raise AmbiguousYaml(f"key {key.value!r} occurs twice, in {lines}: keep one")
             first[name] = key
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """yaml.YAMLError with the line. yaml's own raise many others, as for the date 2020-99-99 or `!!bool x`."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{repr(node.value)[:_MAX_SHOWN]} is no {kind} ({error}); quote a text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
@@ -74,17 +90,23 @@ def _document(loader: _UniqueKeyLoader) -> Document:
         return Document(None, {})
     # Cycles are refused before construction, since a constructed value could contain itself. Lines are read after it,
     # because it adds the keys of merges to the nodes.
-    _refuse_cycles(node, within=())
+    if _num_values(node, within=()) > _MAX_VALUES:
+        raise AmbiguousYaml(f"its aliases stand for more than {_MAX_VALUES:,} values: write fewer")
     value = loader.construct_document(node)
     return Document(value, dict(_lines(node, ())))
 
 
-def _refuse_cycles(node: yaml.Node, *, within: tuple[yaml.Node, ...]) -> None:
+def _num_values(node: yaml.Node, *, within: tuple[yaml.Node, ...]) -> int:
+    """The values of the node, aliases written out. It stops counting above the limit. AmbiguousYaml: a cycle."""
     if any(node is outer for outer in within):
         line = node.start_mark.line + 1
         raise AmbiguousYaml(f"the value that begins in line {line} contains an alias of itself: write the value out")
+    count = 1
     for child in _children(node):
-        _refuse_cycles(child, within=(*within, node))
+        count += _num_values(child, within=(*within, node))
+        if count > _MAX_VALUES:
+            break
+    return count
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:
