@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.v1 import control_pb2
@@ -193,7 +193,7 @@ def _log_text(line: str, form: Form) -> str:
             return line
         case Form.YAML:
             with suppress(ValueError):
-                return _in_stream(json.loads(line), form)
+                return _in_stream(parse_json(line), form)
             return _in_stream(line, form)
 
 

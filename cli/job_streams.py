@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import suppress
@@ -22,6 +21,7 @@ from cli.jobs import UnknownJob
 from cli.selection import Selection
 from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
 from tidegate.launcher.event_file import read_events
 from tidegate.launcher.lock import launcher_pid
@@ -206,7 +206,7 @@ def _with_times(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     time = ""
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
-            time = str(json.loads(line)["time"])
+            time = str(parse_json(line)["time"])
         yield time, line
 
 

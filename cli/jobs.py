@@ -19,6 +19,7 @@ from cli.rows import Row, rounded
 from cli.views import failure_text
 from tidegate.codec import decode_layout
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.lock import launcher_pid
@@ -250,7 +251,7 @@ def event_line(row: control_pb2.ListEventsResponse) -> str:
 def log_line(line: str) -> str:
     """A JSON line in a form for people. A line that is not JSON stays as it is."""
     try:
-        entry = dict(json.loads(line))
+        entry = dict(parse_json(line))
     except (ValueError, TypeError):
         return line
     first = [str(entry.pop(key, "")) for key in ("time", "level", "source", "event")]

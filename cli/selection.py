@@ -7,7 +7,6 @@ Order: a row has the types and the time that were asked for; `tail` then counts 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
+from tidegate.json_text import parse_json
 from tidegate.v1 import control_pb2, events_pb2
 
 EVENT_TYPES = tuple(field.name for field in events_pb2.Event.DESCRIPTOR.oneofs_by_name["body"].fields)
@@ -46,8 +46,8 @@ class Selection:
     def has_line(self, line: str) -> bool:
         """A line without a time counts as new: a kill or a full disk may have cut it."""
         try:
-            return datetime.fromisoformat(str(json.loads(line)["time"])).timestamp() >= self.since_unix_s
-        except (ValueError, KeyError, TypeError):
+            return datetime.fromisoformat(str(parse_json(line)["time"])).timestamp() >= self.since_unix_s
+        except (ValueError, KeyError, TypeError, OverflowError):
             return True
 
     def last(self, rows: Iterable[_Row]) -> Iterable[_Row]:

@@ -22,6 +22,7 @@ from cli.moves import Moves, moves_of
 from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json
 from tidegate.launcher.lock import launcher_pid
 from tidegate.short_lists import counted
 from tidegate.timeline import Span, Window, chrome_trace, fill, mark_event, read_spans, state_lengths
@@ -137,7 +138,13 @@ def _attempt(folder: JobFolder, number: int | None) -> AttemptFolder:
 
 def _timeline(folder: JobFolder, attempt: AttemptFolder) -> Timeline:
     if attempt.trace.exists():
-        return _of_trace(json.loads(attempt.trace.read_text()))
+        try:
+            return _of_trace(parse_json(attempt.trace.read_bytes()))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UnknownJob(
+                f"{attempt.trace} is damaged ({type(error).__name__}: {error}): remove it, and the spans in "
+                f"{attempt.timeline} are read again"
+            ) from error
     spans = read_spans(attempt.timeline)
     if not spans:
         raise UnknownJob(

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from tidegate.json_text import parse_json, typed
 from tidegate.logs import without_credentials
 
 LATEST = "latest"
@@ -97,8 +98,16 @@ def begin_attempt(
 
 def end_attempt(attempt: AttemptFolder, outcome: Mapping[str, Any], *, now_unix_s: float) -> None:
     """Adds the outcome to the attempt's record."""
-    record = json.loads(attempt.record.read_text())
+    record = _read_record(attempt)
     _write(attempt.record, {**record, "ended": _as_text(now_unix_s), **outcome})
+
+
+def _read_record(attempt: AttemptFolder) -> dict[str, Any]:
+    """The record, or its number alone where the file was damaged: the outcome must not be lost too."""
+    try:
+        return typed(dict, parse_json(attempt.record.read_bytes()), str(attempt.record))
+    except ValueError:
+        return {"attempt": attempt.number}
 
 
 def _numbered(job_root: Path, number: int) -> AttemptFolder:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _SET_ASIDE = ".damaged"
-_NAME = re.compile(r"inc(\d+)-it(\d+)")
+_NAME = re.compile(r"inc([0-9]{1,18})-it([0-9]{1,18})")
 
 
 def checkpoint_name(incarnation: int, next_iteration: int) -> str:

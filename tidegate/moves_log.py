@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tidegate.json_text import parse_json
 from tidegate.lines import append_lines
 
 MAX_BYTES = 16 * 2**20
@@ -60,7 +61,7 @@ def _lines(path: Path) -> Iterator[Line]:
         return
     for line in text.splitlines():
         with suppress(ValueError):
-            found = json.loads(line)
+            found = parse_json(line)
             if isinstance(found, dict) and "kind" in found and "at_ms" in found:
                 yield found
 

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,9 +21,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from google.protobuf.json_format import ParseDict, ParseError
-
+from tidegate.codec import WireError, message_of_json
 from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.json_text import parse_json
 from tidegate.timeline import Span, read_spans
 from tidegate.types import Role
 from tidegate.v1 import events_pb2
@@ -86,19 +85,21 @@ def recorded(folder: Path) -> RecordedRun:
         return _recorded(folder)
     except OSError as error:
         raise NotRecorded(f"{folder} holds no finished run: {error}; run the job, and calibrate from it") from error
+    except NotRecorded:
+        raise
     except KeyError as error:
         raise NotRecorded(f"{folder}: a record lacks {error}; calibrate by the release that ran the job") from error
-    except TypeError as error:
-        # A value has another type, such as a list in place of an object.
+    except WireError as error:
+        raise NotRecorded(f"{folder}/events.jsonl: {error}; calibrate by the release that ran the job") from error
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        # A value has another type, such as a list in place of an object, or counts what is not there.
         raise NotRecorded(
             f"{folder}: a record is not of this release: {error}; calibrate by the release that ran the job"
         ) from error
-    except ParseError as error:
-        raise NotRecorded(f"{folder}/events.jsonl: {error}; calibrate by the release that ran the job") from error
 
 
 def _recorded(folder: Path) -> RecordedRun:
-    """The same as `recorded`. Raises OSError, and KeyError, TypeError or ParseError for records of another release."""
+    """The same as `recorded`. Raises OSError, and other errors for records of another release."""
     config = _config(folder / "config.json")
     (result,) = _json_lines(folder / "result.json", whole=True)
     pictures = _last_pictures(folder / "events.jsonl")
@@ -151,7 +152,7 @@ def _json_lines(path: Path, *, whole: bool = False) -> Iterator[dict[str, Any]]:
     for number, line in enumerate([data] if whole else data.splitlines(), start=1):
         where = path if whole else f"{path}:{number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise NotRecorded(f"{where} is no JSON: {error}; it was cut off or changed: run the job anew") from error
         if not isinstance(row, dict):
@@ -165,7 +166,7 @@ def _last_pictures(path: Path) -> dict[int, events_pb2.Generation]:
     for row in _json_lines(path):
         event = row["event"]
         if "generation" in event:
-            picture = ParseDict(event["generation"], events_pb2.Generation())
+            picture = message_of_json(event["generation"], events_pb2.Generation())
             if picture.engines and all(place in _ENDED for place in picture.places):
                 pictures[int(event.get("iteration", 0))] = picture
     return pictures

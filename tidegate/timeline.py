@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.json_text import parse_json, typed
 from tidegate.types import GpuId, NodeId, node_of
 
 FREE = "free"
@@ -70,9 +71,10 @@ def read_releases(folder: Path) -> dict[GpuId, list[int]]:
     releases: dict[GpuId, list[int]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                row = json.loads(line)
-                releases.setdefault(GpuId(row["gpu"]), []).append(int(row["released_ns"]))
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                row = parse_json(line)
+                gpu, released_ns = typed(str, row["gpu"], "gpu"), typed(int, row["released_ns"], "released_ns")
+                releases.setdefault(GpuId(gpu), []).append(released_ns)
     return releases
 
 
@@ -154,10 +156,11 @@ def write_trace(
 
 def _span(line: str) -> tuple[GpuId, Span] | None:
     try:
-        row = json.loads(line)
-        work = tuple((str(name), int(value)) for name, value in row.get("work", {}).items())
-        return GpuId(row["gpu"]), Span(int(row["start_ns"]), int(row["end_ns"]), str(row["state"]), work)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        row = typed(dict, parse_json(line), "a span")
+        start_ns, end_ns = (typed(int, row[name], name) for name in ("start_ns", "end_ns"))
+        work = tuple((name, typed(int, each, name)) for name, each in typed(dict, row.get("work", {}), "work").items())
+        return GpuId(typed(str, row["gpu"], "gpu")), Span(start_ns, end_ns, typed(str, row["state"], "state"), work)
+    except (ValueError, KeyError):
         return None
 
 

@@ -28,6 +28,8 @@ from typing import Any
 from services.actor.ledger import LedgerError, SampleLedger
 from tidegate.checkpoint_names import checkpoint_name, place_of, set_aside
 from tidegate.checksums import WrittenFile, file_checksum
+from tidegate.codec import check_file_name
+from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.lr.checkpoint import decoded, encoded
 from tidegate.lr.errors import ForeignCheckpoint, LrError
 from tidegate.lr.progress import LrLedger
@@ -144,10 +146,12 @@ class CheckpointStore:
         """Read and check a checkpoint.
 
         Raises CheckpointError when it is incomplete, damaged or of an unknown format."""
+        if place_of(name) is None:
+            raise CheckpointError(f"{name!r} is no name of a checkpoint; complete: {', '.join(self.names()) or 'none'}")
         folder = self._folder / name
         try:
-            raw: dict[str, Any] = dict(json.loads((folder / _MANIFEST).read_text()))
-        except (FileNotFoundError, ValueError, TypeError) as error:
+            raw = _manifest(folder)
+        except (FileNotFoundError, ValueError) as error:
             known = ", ".join(self.names()) or "none"
             raise CheckpointDamaged(
                 f"checkpoint {folder} has no readable manifest ({error}); complete: {known}"
@@ -164,8 +168,9 @@ class CheckpointStore:
         try:
             ledger = SampleLedger.from_json(raw["ledger"])
             lr = _lr_ledger(raw.get("lr"))
-            files = tuple(WrittenFile(**file) for file in raw["files"])
-            next_iteration, version, layout = int(raw["next_iteration"]), int(raw["version"]), Layout(**raw["layout"])
+            files = tuple(map(_written_file, raw["files"]))
+            next_iteration, version = (whole_number(raw[name], name) for name in ("next_iteration", "version"))
+            layout = Layout(**{axis: typed(int, size, axis) for axis, size in raw["layout"].items()})
         except (LedgerError, LrError) as error:
             raise CheckpointDamaged(f"checkpoint {folder}: {error}; resume from another one") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -174,6 +179,21 @@ class CheckpointStore:
             ) from error
         _check_files(folder, files)
         return Checkpoint(next_iteration, version, layout, ledger, files, lr)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return typed(dict, parse_json((folder / _MANIFEST).read_bytes()), _MANIFEST)
+
+
+def _written_file(fields: Any) -> WrittenFile:
+    """ValueError for a name that is a path: nothing outside of the checkpoint is read. KeyError, TypeError."""
+    written = WrittenFile(
+        file=typed(str, fields["file"], "file"),
+        size_bytes=whole_number(fields["size_bytes"], "size_bytes"),
+        checksum=typed(str, fields["checksum"], "checksum"),
+    )
+    check_file_name(written.file, field="file")
+    return written
 
 
 def _lr_ledger(written: Any) -> LrLedger | None:
@@ -192,8 +212,8 @@ def _is_before(place: tuple[int, int] | None, other: tuple[int, int]) -> bool:
 def files_of(folder: Path) -> dict[str, str]:
     """The checksums of a complete checkpoint's files, by name. Raises CheckpointError."""
     try:
-        return {file["file"]: file["checksum"] for file in json.loads((folder / _MANIFEST).read_text())["files"]}
-    except (OSError, ValueError) as error:
+        return {file.file: file.checksum for file in map(_written_file, _manifest(folder)["files"])}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable manifest ({error})") from error
 
 

@@ -26,8 +26,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
+from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.types import SampleId
 
 FORMAT_VERSION = 2
@@ -210,17 +210,25 @@ class SampleLedger:
     @classmethod
     def from_json(cls, text: str) -> SampleLedger:
         """The inverse of `to_json`. Raises LedgerError on an unknown format, or on numbers that do not add up."""
-        raw: dict[str, Any] = json.loads(text)
-        if raw.get("format") != FORMAT_VERSION:
-            raise LedgerError(f"ledger format {raw.get('format')} is not {FORMAT_VERSION}, the one this version reads")
-        closed = tuple(ClosedIteration(*row) for row in raw["closed"])
+        try:
+            raw = typed(dict, parse_json(text), "ledger")
+            if raw.get("format") != FORMAT_VERSION:
+                found = raw.get("format")
+                raise LedgerError(f"ledger format {found} is not {FORMAT_VERSION}, the one this version reads")
+            closed = tuple(ClosedIteration(*(whole_number(count, "a count") for count in row)) for row in raw["closed"])
+            names = ("incarnation", "num_trained", "next_prompt")
+            incarnation, num_trained, next_prompt = (whole_number(raw[name], name) for name in names)
+        except LedgerError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"ledger is damaged ({type(error).__name__}: {error})") from error
         total = sum(iteration.num_trained for iteration in closed)
-        if [iteration.iteration for iteration in closed] != list(range(len(closed))) or total != raw["num_trained"]:
+        if [iteration.iteration for iteration in closed] != list(range(len(closed))) or total != num_trained:
             raise LedgerError(
                 f"ledger does not add up: {len(closed)} iterations hold {total} trained samples, "
-                f"num_trained says {raw['num_trained']}"
+                f"num_trained says {num_trained}"
             )
-        return cls(raw["incarnation"], closed=closed, num_trained=raw["num_trained"], next_prompt=raw["next_prompt"])
+        return cls(incarnation, closed=closed, num_trained=num_trained, next_prompt=next_prompt)
 
     def _open(self) -> OpenIteration:
         if self.open_iteration is None:

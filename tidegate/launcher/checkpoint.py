@@ -11,13 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidegate.checkpoint_names import place_of
 from tidegate.config.job_config import ConfigError
+from tidegate.json_text import parse_json, typed, typed_or_none, whole_number
 
 _MANIFEST = "manifest.json"
 
@@ -60,13 +60,14 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
 
 
 def _read(path: Path, incarnation: int, faults: Sequence[str]) -> FoundCheckpoint:
-    manifest = json.loads(path.read_text())
+    manifest = typed(dict, parse_json(path.read_bytes()), "the manifest")
+    ledger = typed(dict, parse_json(typed(str, manifest["ledger"], "ledger")), "ledger")
     return FoundCheckpoint(
         name=path.parent.name,
         incarnation=incarnation,
-        next_iteration=int(manifest["next_iteration"]),
-        version=int(manifest["version"]),
-        num_samples_trained=int(json.loads(manifest["ledger"])["num_trained"]),
-        lr=manifest.get("lr"),
+        next_iteration=whole_number(manifest["next_iteration"], "next_iteration"),
+        version=whole_number(manifest["version"], "version"),
+        num_samples_trained=whole_number(ledger["num_trained"], "num_trained"),
+        lr=typed_or_none(str, manifest.get("lr"), "lr"),
         passed_over=tuple(faults),
     )

@@ -6,12 +6,12 @@ Invariant: an answer is about the requested job. A file that a killed run left b
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tidegate.adapters.grpc_client import Channels
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json, typed
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome
 from tidegate.ports.rpc import PeerUnavailable
@@ -46,7 +46,7 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
 def read_endpoint(folder: JobFolder) -> str:
     """`<host>:<port>`. NotRunning when there is none."""
     try:
-        return str(json.loads(folder.endpoint.read_text())["control"])
+        return typed(str, parse_json(folder.endpoint.read_bytes())["control"], "control")
     except FileNotFoundError as error:
         raise NotRunning(_why_no_endpoint(folder)) from error
     except (ValueError, KeyError, TypeError) as error:

@@ -19,9 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict
 
+from tidegate.codec import message_of_json
 from tidegate.events import is_figure
+from tidegate.json_text import parse_json
 from tidegate.lines import append_lines
 from tidegate.logs import without_credentials
 from tidegate.v1 import control_pb2, events_pb2
@@ -88,8 +90,8 @@ def read_record(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
     data = path.read_bytes()
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
-            yield ParseDict(json.loads(line.strip()), control_pb2.ListEventsResponse())
-        except (ValueError, ParseError) as error:
+            yield message_of_json(parse_json(line.strip()), control_pb2.ListEventsResponse())
+        except ValueError as error:
             if not line.endswith(b"\n"):
                 return
             reason = str(error).splitlines()[0].rstrip(".")
@@ -109,6 +111,6 @@ def _rows_from_the_last(path: Path) -> Iterator[control_pb2.ListEventsResponse]:
 def _row(line: bytes) -> control_pb2.ListEventsResponse | None:
     """None for a line that a kill or a full disk cut off."""
     try:
-        return ParseDict(json.loads(line), control_pb2.ListEventsResponse())
-    except (ValueError, ParseError):
+        return message_of_json(parse_json(line), control_pb2.ListEventsResponse())
+    except ValueError:
         return None

@@ -7,13 +7,13 @@ Invariant: the lock dies with its holder, so its record is true for a live launc
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tidegate.job import JobFolder
+from tidegate.json_text import parse_json, typed, whole_number
 
 LOCK = "launcher.lock"
 
@@ -59,7 +59,8 @@ def holder_of(lock_fd: int) -> str:
 
 def lock_record(lock_fd: int) -> dict[str, int]:
     try:
-        return dict(json.loads(os.pread(lock_fd, 1024, 0)))
+        record = typed(dict, parse_json(os.pread(lock_fd, 1024, 0)), LOCK)
+        return {name: whole_number(value, name) for name, value in record.items()}
     except ValueError:
         # The record is new, or a kill cut it off. The clock still makes the next boot larger.
         return {}

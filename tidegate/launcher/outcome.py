@@ -17,8 +17,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict
 
+from tidegate.codec import message_of_json
+from tidegate.json_text import parse_json, typed
 from tidegate.pace.steps import PacedSteps
 from tidegate.types import Role
 from tidegate.v1 import control_pb2, types_pb2
@@ -99,18 +101,20 @@ class Outcome:
     def read(cls, path: Path) -> Outcome:
         """Reads what `write` wrote. ValueError for any other file."""
         try:
-            record = json.loads(path.read_text())
+            record = parse_json(path.read_bytes())
+            summary = typed(dict, record["summary"], "summary")
+            seconds = typed(dict, record["seconds"], "seconds")
             return cls(
                 end=End(record["end"]),
-                message=record["message"],
-                seed=record["summary"]["seed"],
-                wall_s=record["summary"]["wall_s"],
-                job=ParseDict(record["job"], control_pb2.GetJobResponse()),
-                timeline=record["summary"]["timeline"],
-                pace=PacedSteps.read(pace) if (pace := record["summary"].get("pace")) else None,
-                seconds={int(iteration): seconds for iteration, seconds in record["seconds"].items()},
+                message=typed(str, record["message"], "message"),
+                seed=typed(int, summary["seed"], "seed"),
+                wall_s=float(summary["wall_s"]),
+                job=message_of_json(record["job"], control_pb2.GetJobResponse()),
+                timeline=typed(str, summary["timeline"], "timeline"),
+                pace=PacedSteps.read(pace) if (pace := summary.get("pace")) else None,
+                seconds={int(iteration): float(duration_s) for iteration, duration_s in seconds.items()},
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path} is not the record of a run ({error}): run the job again to write it") from error
 
 

@@ -23,6 +23,7 @@ from fractions import Fraction
 from operator import ge
 from typing import Any
 
+from tidegate.json_text import parse_json
 from tidegate.lr.closed import ClosedBatch
 from tidegate.lr.errors import BudgetMismatch, CheckpointRefused, ForeignCheckpoint, LrError
 from tidegate.lr.progress import EmptyBatch, LrLedger, LrMode, LrRules, OnSkip, OpenBatch
@@ -76,7 +77,7 @@ def encoded(ledger: LrLedger) -> str:
 def decoded(text: str) -> LrLedger:
     """The inverse of `encoded`. ForeignCheckpoint: counters without a unit. CheckpointRefused: a damaged ledger."""
     try:
-        raw = json.loads(text)
+        raw = parse_json(text)
     except (ValueError, TypeError) as error:
         raise CheckpointRefused(f"the learning-rate ledger is no JSON ({error}); take another checkpoint") from error
     if not isinstance(raw, dict):

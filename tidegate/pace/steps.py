@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tidegate.json_text import whole_number
+
 TOLERANCE = 0.1
 """The share of its modelled time by which a step may be late. The wake-up of a waiting process is part of it."""
 VOID_SHARE = 0.01
@@ -45,7 +47,8 @@ class PacedSteps:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> PacedSteps:
         """Reads what `record` wrote. KeyError, TypeError or ValueError for anything else."""
-        return cls(int(record["num_steps"]), int(record["num_late"]), float(record["num_cores"]))
+        num_steps, num_late = (whole_number(record[name], name) for name in ("num_steps", "num_late"))
+        return cls(num_steps, num_late, float(record["num_cores"]))
 
     def text(self) -> str:
         """One sentence for people, with the remedy where the run is void."""
