@@ -90,7 +90,7 @@ class SnapshotShelf:
         def folder_of(version: int) -> Path:
             return snapshot_folder(self._tools.job.config, self._node, incarnation=incarnation, version=version)
 
-        snapshot = await asyncio.to_thread(_copy_out, kept, folder_of)
+        snapshot = await asyncio.to_thread(copy_out, kept, folder_of)
         for shard in snapshot.shards:
             shard.node, shard.endpoint = self._node, self._tools.crew.endpoint(self._node)
         return self._snapshot(snapshot.version, incarnation, list(snapshot.shards), snapshot.weights_checksum)
@@ -120,7 +120,7 @@ def _copy_in(folder: Path, kept: Path, snapshot: types_pb2.Snapshot) -> None:
     swap_in(partial, kept)
 
 
-def _copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:
+def copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot:
     """Check the kept files and copy them to the folder of their version. Returns the kept snapshot message."""
     recover(kept)
     try:

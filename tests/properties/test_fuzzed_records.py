@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 
 from tests.properties.fuzzing import (
     ODD_VALUES,
@@ -27,6 +28,7 @@ from tidegate.adapters import tables
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
+from tidegate.adapters.nats_consumer import dead_letter_of
 from tidegate.adapters.subjects import parse_sample_subject
 from tidegate.gate import Gate, GateClosed, GateDamaged
 from tidegate.json_text import parse_json, typed, whole_number
@@ -151,6 +153,15 @@ def test_no_smaller_token_passes_a_gate_whatever_its_record_holds(tmp_path: Path
 def test_a_workers_specification_of_any_bytes_is_read_or_refused(text: bytes) -> None:
     spec = value_or_refusal(WorkerSpec.parse, text, ValueError)
     assert spec is None or WorkerSpec.parse(spec.to_json()) == spec
+
+
+@fuzzed
+@given(st.dictionaries(st.sampled_from(["Tg-Subject", "Tg-Reason", "Tg-Stream"]), st.sampled_from(['"x"', "[", ""])))
+def test_a_dead_letter_with_any_headers_is_listed(headers: dict[str, str]) -> None:
+    message = Msg(_client=None, subject="tg.dead.tide", data=b"?", headers={**headers, "Nats-Sequence": "7"})  # type: ignore[arg-type]  # nothing is sent
+    letter = dead_letter_of(JOB, message)
+    assert (letter.id, letter.size_bytes) == (7, 1)
+    assert letter.reason
 
 
 frames = messages(wire.WorkerCall).map(frame)

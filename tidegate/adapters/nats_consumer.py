@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, MAX_BYTES_EXCEEDED, NatsLink, NatsRefused
 from tidegate.codec import WireError
+from tidegate.json_text import parse_json, typed
 from tidegate.ports.bus import DeadLetter, OnDeadLetter, UnknownDeadLetter
 from tidegate.types import JobId
 
@@ -62,12 +63,14 @@ class NatsDeadLetters:
         await self._link.require_stream(stream)
         found: list[DeadLetter] = []
         while page := await self._link.read(stream, from_sequence=found[-1].id + 1 if found else 1):
-            found += [_dead_letter(job, message) for message in page]
+            found += [dead_letter_of(job, message) for message in page]
         return found
 
     async def replay(self, job: JobId, dead_letter: int) -> None:
         message = await self._get(job, dead_letter)
         headers = message.headers or {}
+        if not {"Tg-Subject", "Tg-Stream"} <= headers.keys():
+            raise UnknownDeadLetter(f"dead letter {dead_letter} of {job} says not whence it came: drop it")
         await self._link.publish(
             headers["Tg-Subject"],
             message.data,
@@ -225,12 +228,17 @@ def stored_sequence(message: Msg) -> int:
     return int((message.headers or {})["Nats-Sequence"])
 
 
-def _dead_letter(job: JobId, message: Msg) -> DeadLetter:
+def dead_letter_of(job: JobId, message: Msg) -> DeadLetter:
+    """Any process may publish on the subject of dead letters: one that no consumer stored has no subject."""
     headers = message.headers or {}
+    try:
+        reason = typed(str, parse_json(headers["Tg-Reason"]), "Tg-Reason")
+    except (KeyError, ValueError) as error:
+        reason = f"no consumer set it aside ({type(error).__name__}: {error})"
     return DeadLetter(
         id=stored_sequence(message),
         job=job,
-        subject=headers["Tg-Subject"],
-        reason=json.loads(headers["Tg-Reason"]),
+        subject=headers.get("Tg-Subject", ""),
+        reason=reason,
         size_bytes=len(message.data),
     )

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.json_text import parse_json
+
 KINDS = (".jsonl", ".parquet")
 TRAINING_SPLIT = "train"
 """The files of a folder that a job trains on."""
@@ -80,13 +82,15 @@ def _read_lines(file: Path, faults: list[str]) -> Iterator[Record]:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line.decode())
+        found = parse_json(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON at column {error.colno}: {error.msg}; each line is one object") from error
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read: it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("not Unicode: it has one half of a character that takes two escapes (\\ud800)") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON that can be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(
             f"not an object but {found!r:.60}: each line is one object of columns, such as {{'prompt': ...}}"

@@ -12,7 +12,6 @@ tensor that would be lost.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from tidegate.huggingface.families import CheckpointRefused, model_of
 from tidegate.huggingface.names import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensors_of
 from tidegate.huggingface.tensor_file import StoredTensor, TensorFile, open_tensor_file
+from tidegate.json_text import parse_json
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 from tidegate.short_lists import first_few
@@ -113,6 +113,13 @@ def _placed(folder: Path, files: Iterable[TensorFile]) -> dict[str, TensorFile]:
 def _check_tensors(
     folder: Path, model: ModelConfig, files: tuple[TensorFile, ...], file_of: Mapping[str, TensorFile]
 ) -> None:
+    least = model.num_layers * (model.num_experts or 1)
+    if least > len(file_of):
+        # Avoid a list of every tensor of a damaged config: it could have more layers than memory has places.
+        raise CheckpointRefused(
+            f"{folder}: {CONFIG} implies at least {least:,} tensors, and the files have {len(file_of):,}: fetch the "
+            f"files again, or the {CONFIG} that belongs to them"
+        )
     want = {
         tensor.name: tensor.shape
         for parameter in model_parameters(model, padded_vocab=model.vocab_size)
@@ -149,7 +156,7 @@ def _end_ids(raw: Mapping[str, Any]) -> list[int]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = parse_json(path.read_bytes())
     except OSError as error:
         raise CheckpointRefused(f"{path}: {error.strerror}; fetch the checkpoint's missing files") from error
     except ValueError as error:

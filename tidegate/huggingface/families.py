@@ -13,6 +13,7 @@ Dropout, caches and names of tokens do not change the computation and are ignore
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ _NEUTRAL: Mapping[str, tuple[object, str]] = {
     "mlp_only_layers": ([], "either every layer has experts or none"),
 }
 """Options that change the computation: the one supported value, which an absent key means, and the reason."""
+
+_LARGEST = sys.float_info.max
 
 
 def model_of(raw: RawConfig) -> ModelConfig:
@@ -230,8 +233,8 @@ def _count(raw: RawConfig, key: str, default: int | None = None) -> int:
 
 def _number(raw: RawConfig, key: str, default: float | None = None) -> float:
     value = default if raw.get(key) is None else raw[key]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CheckpointRefused(f"config.json: {key} is {value!r}, not a number: take the model's own file")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+        raise CheckpointRefused(f"config.json: {key} is {value!r:.60}, not a finite number: take the model's own file")
     return float(value)
 
 

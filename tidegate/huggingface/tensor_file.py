@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tidegate.huggingface.families import CheckpointRefused
+from tidegate.json_text import parse_json, whole_number
 
 ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that weights may have, by the format's names."""
@@ -96,12 +97,17 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
     return head, placed
 
 
+def _numbers(found: Any) -> tuple[int, ...]:
+    """Counts and places, none below 0."""
+    return tuple(whole_number(number, "a size or an offset") for number in found)
+
+
 def _tensors(path: Path, header: bytes, *, data_begins: int) -> dict[str, StoredTensor]:
     try:
-        entries: dict[str, Any] = json.loads(header)
+        entries: dict[str, Any] = parse_json(header)
         entries.pop(_METADATA, None)
         found = {
-            str(name): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
+            str(name): (str(entry["dtype"]), _numbers(entry["shape"]), _numbers(entry["data_offsets"]))
             for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,7 +8,6 @@ Invariant: every chunk of an opened index lies within an existing file.
 
 from __future__ import annotations
 
-import json
 import pickle  # noqa: TID251 - the format is a pickle; `_IndexUnpickler` makes no object but those it names
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from tidegate.json_text import parse_json
 
 FORMAT_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
@@ -93,7 +94,7 @@ class StoredTensor:
 def open_index(folder: Path) -> Mapping[str, StoredTensor]:
     """Every tensor of the checkpoint by its key; no tensor is read. Raises TorchDistRefused."""
     try:
-        head = json.loads((folder / FORMAT_FILE).read_text())
+        head = parse_json((folder / FORMAT_FILE).read_bytes())
         if head.get("sharded_backend") != FORMAT:
             raise TorchDistRefused(
                 f"{folder}: sharded_backend={head.get('sharded_backend')!r} is not supported, only {FORMAT!r}: save "

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tidegate.json_text import parse_json
 from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
 
@@ -93,8 +94,11 @@ class RewardWorker:
         """The value of a call. Raises FunctionRaised or WorkerLost."""
         answer = await self._ask({"function": function, "arguments": arguments}, timeout_s=timeout_s)
         if "error" in answer:
-            raise FunctionRaised(answer["error"], answer["traceback"])
-        return float(answer["value"])
+            raise FunctionRaised(str(answer["error"]), str(answer.get("traceback", "")))
+        try:
+            return float(answer["value"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WorkerLost(f"sent no valid answer ({type(error).__name__}: {error})") from error
 
     def strike(self) -> None:
         """Kill the worker with its process group. The pending call sees the end, and reaps the process."""
@@ -139,7 +143,7 @@ class RewardWorker:
             if not received:
                 raise ConnectionError("it closed its end")
             line += received
-        answer = json.loads(line)
+        answer = parse_json(line)
         if not isinstance(answer, dict):
             raise ConnectionError("it sent no valid answer")
         return answer

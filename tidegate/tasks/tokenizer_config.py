@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.json_text import parse_json
+
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -42,7 +44,7 @@ def load_tokenizer_config(folder: Path) -> TokenizerConfig | None:
     if not file.is_file():
         return None
     try:
-        raw = json.loads(file.read_text())
+        raw = parse_json(file.read_bytes())
         template = template_file.read_text() if template_file.is_file() else None
     except (OSError, ValueError) as error:
         raise ValueError(f"{CONFIG_FILE} or {TEMPLATE_FILE} beside it cannot be read: {error}") from error
@@ -62,8 +64,8 @@ def _content(name: str, token: object) -> str:
 
 def _default_template(found: object) -> str | None:
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        named = [each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[-1] if named else None
     if found is not None and not isinstance(found, str):
         raise ValueError(f"{CONFIG_FILE} beside it has a chat_template that is no text: {found!r:.80}")
     return found
