@@ -84,6 +84,8 @@ ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'
 @given(yaml_texts())
 @example("a: 2020-99-99")
 @example("a: !!bool x")
+@example('a: "\\ud83d\\ude00"')
+@example('a: "\\ud83d"')
 @example("a: !!int ''")
 @example("a: !!timestamp x")
 @example("a: 1" + ":00" * 200 + ".0")
@@ -108,6 +110,25 @@ def test_any_override_is_a_key_and_a_value_or_is_refused(text: str) -> None:
 def file_of(tmp_path: Path, content: bytes, name: str = "job.yaml") -> Path:
     (path := tmp_path / name).write_bytes(content)
     return path
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ({"cluster": True}, "cluster=True holds no keys: remove one"),
+        ({"model": "\ud800"}, "is no str"),
+    ],
+)
+def test_a_config_of_rlinfs_with_a_wrong_value_is_refused(tmp_path: Path, change: dict[str, Any], want: str) -> None:
+    raw = yaml.safe_load(PIPELINED.read_bytes())
+    with pytest.raises(ConfigError) as refused:
+        load_sources(Sources([file_of(tmp_path, written(raw | change))]))
+    assert want in str(refused.value)
+
+
+def test_a_node_without_its_number_of_gpus_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.nodes\.n0=None: "):
+        parse_config(RAW_CONFIGS[0] | {"cluster": {"nodes": {"n0": None}}})
 
 
 def assert_same_again(config: JobConfig) -> None:

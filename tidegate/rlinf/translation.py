@@ -55,8 +55,14 @@ class Translation:
         """Set one of Tidegate's keys to the value from `source`, a key of RLinf's."""
         path, origin = key_path(key), self._given.origin(key_path(source))
         assert origin is not None, f"{source} has an origin"
+        parents = [path[:n] for n in range(1, len(path))]
+        for section in map(dotted, parents):
+            held = self.now(section)
+            if held is not MISSING and held is not None and not isinstance(held, dict):
+                self.refuse(source, f"{source} sets {key}, but {section}={held!r} holds no keys: remove one")
+                return
         # A section that is null sets all its keys to their defaults, so it competes with `source` too.
-        null = next((path[:n] for n in range(1, len(path)) if self.now(dotted(path[:n])) is None), path)
+        null = next((at for at in parents if self.now(dotted(at)) is None), path)
         before = self.layer.origins.get(null)
         if before is not None and before.layer > origin.layer:
             return
@@ -64,7 +70,7 @@ class Translation:
             self.refuse(source, f"{source} and {key} ({before.place}) set the same value: keep one")
             return
         origin = replace(origin, place=f"{origin.place} {source}")
-        sections = {path[:n]: origin for n in range(1, len(path)) if path[:n] not in self.layer.origins}
+        sections = {at: origin for at in parents if at not in self.layer.origins}
         within = dict.fromkeys([path, *paths_in(value, path)], origin)
         self.layer = Layer(with_value(self.layer.values, path, value), {**self.layer.origins, **sections, **within})
 

@@ -54,7 +54,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """yaml.YAMLError with the line. yaml's own raise many others, as for the date 2020-99-99 or `!!bool x`."""
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
+            # JSON escapes a character beyond 16 bits as two halves, which YAML's own constructor leaves apart.
+            return value.encode("utf-16", "surrogatepass").decode("utf-16") if isinstance(value, str) else value
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             kind = node.tag.rpartition(":")[2]
             problem = f"{repr(node.value)[:_MAX_SHOWN]} is no {kind} ({error}); quote a text"
