@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.evolve.fold import evolve
+from services.scheduler.decide.turn import checked, turn
 from services.scheduler.shell.codecs.state_codec import decode_state, encode_state, event_of
+from services.scheduler.shell.requests import encode_command
+from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState
-from services.scheduler.state.invariants import check
+from tests import effort
 from tests.component_bench import JOB as WIRE_JOB
 from tests.properties import real_messages as real
 from tests.properties.fuzzing import damaged_bytes, fuzzed, messages, value_or_refusal
-from tests.unit.scheduler.fake_parts import JOB
+from tests.replay.recorded import POLICIES
+from tests.unit.scheduler.fake_parts import JOB, spec
 from tidegate.adapters.subjects import sample_subject, subject_of_event
 from tidegate.codec import WireError, decode_event, decode_group, decode_response
 from tidegate.ports.bus import Stage
-from tidegate.v1 import events_pb2, samples_pb2
+from tidegate.types import Role
+from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
 BODIES = tuple(events_pb2.Event.DESCRIPTOR.oneofs_by_name["body"].fields)
 SOURCES = ("actor@n0", "rollout@n0", "inference@n0", "scheduler", "launcher", "control", "a/b", "@n0")
+NOW_MS = 2_000_000
+ALL_POLICIES = tuple(POLICIES.values())
 DECODERS: dict[str, Callable[[bytes], object]] = {
     "a generated group": lambda payload: decode_group(payload, scored=False),
     "a scored group": lambda payload: decode_group(payload, scored=True),
@@ -79,11 +85,21 @@ def test_an_event_of_any_bytes_is_refused_or_leads_to_a_legal_state(payload: byt
     state = data.draw(st.sampled_from(real.states()))
     if event.job in (JOB, WIRE_JOB):
         event = replace(event, job=state.job)
-    after = evolve(state, replace(event, stream_sequence=state.applied_seq + 1))
-    assert not check(state, after)
+    made = turn(state, NOW_MS, data.draw(st.sampled_from(ALL_POLICIES)), events=[after_all(state, event)])
+    checked(*made.states)
+    after = made.folded
     if after.ignored != state.ignored and after.version == state.version:
         assert without_counts(after) == without_counts(state), "a refused event changes nothing else"
-    assert encode_state(decode_state(encode_state(after))) == encode_state(after)
+    for each in made.states:
+        assert encode_state(decode_state(encode_state(each))) == encode_state(each)
+    for command in made.decided.commands:
+        if isinstance(command, cmd.LeadCommand):
+            assert encode_command(command, config_json=after.config_json)
+
+
+def after_all(state: ClusterState, event: ev.Event) -> ev.Event:
+    """The event as the next one of the stream."""
+    return replace(event, stream_sequence=state.applied_seq + 1)
 
 
 def without_counts(state: ClusterState) -> ClusterState:
@@ -115,3 +131,88 @@ def assert_state_or_refusal(encoded: bytes) -> None:
     state = value_or_refusal(decode_state, encoded, ValueError)
     if state is not None:
         assert encode_state(decode_state(encode_state(state))) == encode_state(state)
+
+
+RATES = st.sampled_from([0.0, 5e-324, 1e-300, 1.0, 50.0, 1e300, 1.7e308])
+COUNTS = st.sampled_from([0, 1, 40, 2**31, 2**32 - 1])
+LONG_COUNTS = COUNTS | st.sampled_from([2**63, 2**64 - 1])
+TIMES = st.sampled_from([-(2**63), -1, 0, NOW_MS, NOW_MS + 1, 2**63 - 1])
+LAYOUTS = tuple(types_pb2.Layout(tp=tp, dp=dp) for tp in (1, 2) for dp in (1, 2, 3, 2**32 - 1))
+
+
+@st.composite
+def pictures_of_a_rollout(draw: st.DrawFn) -> events_pb2.Generation:
+    """A legal picture with any numbers: so many sequences as the fake cluster's iterations have."""
+    gpus = draw(st.lists(st.sampled_from(spec().gpus), unique=True, max_size=4))
+    places = draw(st.lists(st.integers(-4, len(gpus) - 1), min_size=8, max_size=8))
+    engines = [
+        events_pb2.Engine(
+            gpus=[gpu],
+            num_running=places.count(index),
+            num_kv_tokens=draw(LONG_COUNTS),
+            kv_capacity_tokens=draw(LONG_COUNTS) or 1,
+            max_running=draw(COUNTS) or 1,
+            rate_tokens_per_s=draw(RATES),
+        )
+        for index, gpu in enumerate(gpus)
+    ]
+    queued = [index for index, place in enumerate(places) if place == -1]
+    return events_pb2.Generation(
+        engines=engines,
+        group_size=2,
+        lengths=draw(st.lists(COUNTS, min_size=8, max_size=8)),
+        places=places,
+        queue=draw(st.permutations(queued)),
+        hints=draw(st.just([]) | st.lists(RATES, min_size=4, max_size=4)),
+    )
+
+
+pictures_of_an_inference = st.builds(
+    events_pb2.Inferring,
+    ready=st.lists(st.integers(0, 3) | COUNTS, unique=True, max_size=4),
+    is_busy=st.booleans(),
+    rate_tokens_per_s_per_gpu=st.none() | RATES.filter(bool),
+    num_tokens_ahead=LONG_COUNTS,
+)
+pictures_of_an_actor = st.builds(
+    events_pb2.Training,
+    num_minibatches_done=st.integers(0, 3) | COUNTS,
+    num_taken=st.integers(0, 4) | COUNTS,
+    is_at_boundary=st.booleans(),
+    closes_at_ms=st.none() | TIMES,
+    measured=st.lists(
+        st.builds(events_pb2.TrainerRate, layout=st.sampled_from(LAYOUTS), rate_tokens_per_s=RATES.filter(bool)),
+        max_size=3,
+    ),
+    update_s=st.none() | RATES,
+    portion_ends_at_ms=st.none() | TIMES,
+)
+PICTURES_OF = {
+    Role.ROLLOUT: pictures_of_a_rollout(),
+    Role.INFERENCE: pictures_of_an_inference,
+    Role.ACTOR: pictures_of_an_actor,
+}
+
+
+def running_states() -> list[ClusterState]:
+    return [state for state in real.states() if state.iteration is not None and state.job == JOB]
+
+
+@settings(fuzzed, max_examples=600 if effort.IS_FULL else 60)
+@given(st.data(), st.lists(st.sampled_from(Role), min_size=1, max_size=3))
+def test_pictures_of_any_legal_numbers_lead_to_a_decision(data: st.DataObject, roles: list[Role]) -> None:
+    state = data.draw(st.sampled_from(running_states()))
+    policy = data.draw(st.sampled_from(ALL_POLICIES))
+    for role in roles:
+        picture = data.draw(PICTURES_OF[role])
+        lead, iteration = state.components[role].lead, state.iteration
+        if lead is None or iteration is None:
+            continue
+        payload = real.said(picture, source=lead.instance, role=role, sequence=2**40 + state.applied_seq)
+        event = event_of(events_pb2.Event.FromString(payload), stream_sequence=state.applied_seq + 1)
+        event = replace(
+            event, boot=lead.boot, incarnation=state.incarnation, iteration=iteration.plan.iteration, grants=()
+        )
+        made = turn(state, NOW_MS, policy, events=[event])
+        state = checked(*made.states)
+        assert made.folded.seen.marks.get(role) is not None

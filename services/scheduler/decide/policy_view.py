@@ -48,11 +48,14 @@ def situation_of(state: ClusterState, now_ms: int, *, home: JobSpec | None = Non
     ready, num_taken = _handed_on(seen.inferring, seen.training, generation.num_groups)
     is_trained = Role.ACTOR in iteration.reports
     num_done = spec.num_minibatches if is_trained else seen.training.num_minibatches_done
+    num_done = min(num_done, spec.num_minibatches)
+    # A picture may say that all minibatches are done and one is open: there is none that could be.
+    is_over = num_done == spec.num_minibatches
     training = replace(
         seen.training,
-        num_minibatches_done=min(num_done, spec.num_minibatches),
+        num_minibatches_done=num_done,
         num_taken=num_taken,
-        is_at_boundary=seen.training.is_at_boundary or is_trained or trainer is None,
+        is_at_boundary=seen.training.is_at_boundary or is_over or trainer is None,
         measured=state.learned.rates,
     )
     idle = () if trainer else whereabouts.held[Role.ACTOR]

@@ -154,9 +154,11 @@ def started(running: Floats, waiting: Floats, num_slots: int) -> Floats:
     `running`: the ends of the running sequences, sorted. Each holds a slot; those beyond
     `num_slots` share the slots of the others. `waiting`: steps of each sequence of the queue.
     """
+    width = max(1, -(-waiting.size // BLOCKS))
+    # Avoid a list of slots that nobody needs: an engine may claim billions.
+    num_slots = min(num_slots, running.size + waiting.size + width)
     free = np.zeros(max(0, num_slots - running.size))
     slots = np.concatenate((free, running))[:num_slots]
-    width = max(1, -(-waiting.size // BLOCKS))
     heap = slots[width // 2 :: width].tolist() or [float(slots.mean())]
     heapq.heapify(heap)
     starts = np.empty(waiting.size)
