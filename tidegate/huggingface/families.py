@@ -233,7 +233,9 @@ def _count(raw: RawConfig, key: str, default: int | None = None) -> int:
 
 def _number(raw: RawConfig, key: str, default: float | None = None) -> float:
     value = default if raw.get(key) is None else raw[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise CheckpointRefused(f"config.json: {key} is {value!r}, not a number: take the model's own file")
+    if not -_LARGEST <= value <= _LARGEST:
         raise CheckpointRefused(f"config.json: {key} is {value!r:.60}, not a finite number: take the model's own file")
     return float(value)
 
