@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,7 +188,7 @@ pictures_of_an_actor = st.builds(
     update_s=st.none() | RATES,
     portion_ends_at_ms=st.none() | TIMES,
 )
-PICTURES_OF = {
+PICTURES_OF: dict[Role, st.SearchStrategy[Any]] = {
     Role.ROLLOUT: pictures_of_a_rollout(),
     Role.INFERENCE: pictures_of_an_inference,
     Role.ACTOR: pictures_of_an_actor,
