@@ -94,7 +94,8 @@ def test_an_event_of_any_bytes_is_refused_or_leads_to_a_legal_state(payload: byt
     for each in made.states:
         assert encode_state(decode_state(encode_state(each))) == encode_state(each)
     for command in made.decided.commands:
-        if isinstance(command, cmd.LeadCommand):
+        # The fake cluster's snapshots are no messages of the wire.
+        if isinstance(command, cmd.LeadCommand) and state.job == WIRE_JOB:
             assert encode_command(command, config_json=after.config_json)
 
 
