@@ -19,6 +19,7 @@ from tests.contract.bus_bench import (
     open_bench,
     source,
 )
+from tidegate.adapters import subjects
 from tidegate.ports.bus import JobNotOpen, StateCopy
 from tidegate.types import JobId
 
@@ -77,6 +78,18 @@ async def test_only_events_that_the_copy_holds_are_dropped(
     await bench.bus.copies.drop_events(bench.job, until=until)
     assert await stored(bench) == list(range(want_first, 21))
     assert await bench.bus.copies.newest(bench.job) == copy
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", bytes(100)], ids=["nothing", "a few bytes", "zeros"])
+async def test_what_a_stranger_publishes_in_a_copys_place_is_no_copy(open_bench: Open, payload: bytes) -> None:
+    bench = await open_bench(FEW)
+    await publish(bench, 1, 20)
+    await bench.publish_raw(subjects.copy_subject(bench.job), payload)
+    assert await bench.bus.copies.newest(bench.job) is None
+    await bench.bus.copies.drop_events(bench.job, until=20)
+    assert await stored(bench) == list(range(1, 21))
+    await bench.bus.copies.keep(bench.job, StateCopy(20, b"state"))
+    assert await bench.bus.copies.newest(bench.job) == StateCopy(20, b"state")
 
 
 async def test_few_events_are_not_dropped_one_by_one(open_bench: Open) -> None:

@@ -59,7 +59,11 @@ class MemoryBus:
         if subject == subjects.responses_subject(job):
             self._server.tell(subject, payload)
             return
-        name = subjects.events_stream(job) if subject.startswith("tg.events.") else subjects.samples_stream(job)
+        name = (
+            subjects.events_stream(job)
+            if subject.startswith(("tg.events.", "tg.state."))
+            else subjects.samples_stream(job)
+        )
         self._server.stream(name).append(Stored(subject, payload))
         self._server.wake()
 

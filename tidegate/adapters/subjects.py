@@ -15,6 +15,7 @@ has the stream drop the others.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
@@ -28,7 +29,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_@-]+")
 """A text that is one part of a subject: no dot, no wildcard."""
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_THROUGH_BYTES = 8
+_CHECKSUM_BYTES, _THROUGH_BYTES = 16, 8
 _WHEN_FULL = {
     "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events that the state and the folder hold are dropped",
     "TG_SAMPLES_": "raise runtime.samples_max_bytes and resume, or save more often (checkpoint.every): samples that a "
@@ -85,12 +86,20 @@ def copy_subject(job: JobId) -> str:
 
 
 def copy_payload(copy: StateCopy) -> bytes:
-    return copy.through.to_bytes(_THROUGH_BYTES, "big") + copy.state
+    content = copy.through.to_bytes(_THROUGH_BYTES, "big") + copy.state
+    return _checksum(content) + content
 
 
-def copy_of(payload: bytes) -> StateCopy:
-    """Inverse of `copy_payload`."""
-    return StateCopy(int.from_bytes(payload[:_THROUGH_BYTES], "big"), payload[_THROUGH_BYTES:])
+def copy_of(payload: bytes) -> StateCopy | None:
+    """Inverse of `copy_payload`. None for anything else, which some stranger published."""
+    checksum, content = payload[:_CHECKSUM_BYTES], payload[_CHECKSUM_BYTES:]
+    if len(content) < _THROUGH_BYTES or checksum != _checksum(content):
+        return None
+    return StateCopy(int.from_bytes(content[:_THROUGH_BYTES], "big"), content[_THROUGH_BYTES:])
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def last_dropped(first: int, last: int, *, kept: int) -> int | None:

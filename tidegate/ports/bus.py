@@ -282,7 +282,9 @@ class StateCopies(Protocol):
         """Keeps this copy in place of the one before. MessageTooLarge, StreamFull, JobNotOpen."""
         ...
 
-    async def newest(self, job: JobId) -> StateCopy | None: ...
+    async def newest(self, job: JobId) -> StateCopy | None:
+        """None before the first. Also where what is there is no copy: some stranger published it."""
+        ...
 
     async def drop_events(self, job: JobId, *, until: int) -> None:
         """Removes the events up to this sequence that the newest copy holds, once they are many. `kept_events` stay."""
