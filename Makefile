@@ -4,6 +4,7 @@
 # make proto  regenerate tidegate/v1 from proto/          make lock       rewrite the locks from requirements/*.in
 # make schema the config's JSON schema, for editors       make clean      caches and build outputs (keeps environments, jobs/)
 # make mutations    breaks the code on purpose and shows that the tests notice
+# make test-chaos   jobs under drawn faults, judged from outside: make test-chaos RUNS=20 SEED=0
 # make test-wandb   the rows for W&B, offline, with its packages
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 # make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
@@ -14,6 +15,7 @@
 # ARGS         passed on to `tidegate demo` and to pytest: make demo ARGS="--seed 1"
 # JOBS         test processes side by side, 0 for none: make test JOBS=0 ARGS="tests/unit -k layout"
 # PART         the K-th of N parts of the long tests: make test-long PART=2/4; or one part of make gpu: PART=reshard
+# RUNS, SEED   the number of runs of make test-chaos, and its first seed; ARGS="--only Kill" draws one kind of fault
 # DRY          lists the parts of make gpu and runs none: make gpu DRY=1
 # DEVICE       cpu: the parts of make gpu at a tiny size, without CUDA
 # WHEELS       the folder of make wheels: make gpu WHEELS=build/wheels/3.12 PYTHON=/path/to/python/with/torch
@@ -24,6 +26,8 @@ TORCH_INDEX ?=
 ARGS ?=
 JOBS ?= 3
 PART ?=
+RUNS ?= 20
+SEED ?= 0
 DRY ?=
 DEVICE ?= cuda
 WHEELS ?=
@@ -50,7 +54,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
+.PHONY: help demo test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -89,6 +93,10 @@ test: lint
 
 test-long: $(DEV)
 	@$(BIN)/python -m pytest --full -m long --numprocesses $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS)
+
+# One run at a time: each is some 25 processes.
+test-chaos: $(DEV)
+	@$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED) $(ARGS)
 
 mutations: $(DEV)
 	@$(BIN)/python -m tests.mutations

@@ -1,0 +1,51 @@
+"""What all kinds of faults have in common."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from tests.chaos.variants import Variant
+from tests.chaos.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A kind of fault with its parameters.
+
+    `needs`: "own" or "embedded" servers, or "any". `weight`: how often the kind is drawn.
+    """
+
+    needs: ClassVar[str] = "any"
+    weight: ClassVar[int] = 1
+
+    @classmethod
+    def drawn(cls, rng: random.Random, variant: Variant) -> Self:
+        raise NotImplementedError
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the run may end because of it, to be resumed. Else the job survives it."""
+        return False
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether the start after it may be refused, until a person has mended what it did."""
+        return False
+
+    @property
+    def loses_records(self) -> bool:
+        """Whether a store loses data: the accounts then begin anew with the next start."""
+        return False
+
+    async def inflict(self, world: World) -> str:
+        """Returns what was done once the fault is over. NotThere where it cannot be done now."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    def record(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}

@@ -1,0 +1,151 @@
+"""Bytes that nobody should have sent: on the job's subjects, to its ports and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import nats
+import nats.errors
+import psutil
+
+from tests.chaos.faults.fault import Fault
+from tests.chaos.variants import Variant
+from tests.chaos.world import NotThere, World
+
+_FOREIGN_PROMPT = 99_999
+"""No iteration has it: a message under a prompt of the job would keep the real group away."""
+_SUBJECTS = (
+    "tg.events.{job}",
+    "tg.figures.{job}.rollout@n0.progress.0",
+    f"tg.samples.{{job}}.generated.1.0.{_FOREIGN_PROMPT}",
+    f"tg.samples.{{job}}.scored.1.1.{_FOREIGN_PROMPT}",
+    "tg.responses.{job}",
+    "tg.unknown.{job}",
+)
+_FIND_LETTER_S = 15.0
+_ASK_AGAIN_S = 0.5
+_CONNECT_TIMEOUT_S = 2.0
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def _drawn_bytes(rng: random.Random) -> str:
+    return rng.randbytes(rng.choice([0, 1, 7, 300, 5000])).hex()
+
+
+@dataclass(frozen=True, slots=True)
+class OnSubject(Fault):
+    """A message on one of the job's subjects. A person drops the dead letters that come of it."""
+
+    weight: ClassVar[int] = 2
+    subject: str
+    payload: str
+
+    @classmethod
+    def drawn(cls, rng: random.Random, variant: Variant) -> Self:
+        return cls(rng.choice(_SUBJECTS), _drawn_bytes(rng))
+
+    async def inflict(self, world: World) -> str:
+        subject = self.subject.format(job=world.name)
+        url = _servers(world)["nats_url"]
+        try:
+            client = await nats.connect(url, allow_reconnect=False, connect_timeout=2)
+        except (OSError, TimeoutError, nats.errors.Error) as error:
+            raise NotThere(f"NATS: {error}") from error
+        try:
+            await client.publish(subject, bytes.fromhex(self.payload))
+            await client.flush()
+        finally:
+            await client.close()
+        return f"published {len(self.payload) // 2} bytes on {subject}; dropped {await _dropped(world)} dead letters"
+
+
+async def _dropped(world: World) -> int:
+    """Drops the job's dead letters, as a person does who sees it paused. Returns their number."""
+    loop = asyncio.get_running_loop()
+    dropped: set[str] = set()
+    given_up_s = loop.time() + _FIND_LETTER_S
+    while loop.time() < given_up_s and not world.is_over:
+        letters = {str(row["dead_lettered"]["dead_letter"]) for row in world.events.rows if "dead_lettered" in row}
+        for letter in sorted(letters - dropped):
+            code, _ = await world.command("deadletter", "drop", world.name, letter)
+            if code == 0:
+                dropped.add(letter)
+        if dropped:
+            break
+        await asyncio.sleep(_ASK_AGAIN_S)
+    return len(dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class OnPorts(Fault):
+    """Bytes to every TCP port on which a process of the job listens, and to its fork servers' sockets."""
+
+    weight: ClassVar[int] = 2
+    payload: str
+    is_http2: bool
+    seconds: float
+
+    @classmethod
+    def drawn(cls, rng: random.Random, variant: Variant) -> Self:
+        return cls(_drawn_bytes(rng), rng.random() < 0.5, round(rng.uniform(0.0, 3.0), 2))
+
+    async def inflict(self, world: World) -> str:
+        ports = sorted(set(_ports(world)))
+        paths = _sockets(world)
+        payload = (_HTTP2 if self.is_http2 else b"") + bytes.fromhex(self.payload)
+        opened = [await _sent(("127.0.0.1", port), socket.AF_INET, payload) for port in ports]
+        opened += [await _sent(str(path), socket.AF_UNIX, payload) for path in paths]
+        # Some are left half-way, as by a client that hangs.
+        await asyncio.sleep(self.seconds)
+        for each in opened:
+            if each is not None:
+                each.close()
+        return f"sent {len(payload)} bytes to {len(ports)} ports and {len(paths)} sockets"
+
+
+async def _sent(address: Any, family: socket.AddressFamily, payload: bytes) -> socket.socket | None:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    loop = asyncio.get_running_loop()
+    try:
+        await asyncio.wait_for(loop.sock_connect(connection, address), _CONNECT_TIMEOUT_S)
+        await asyncio.wait_for(loop.sock_sendall(connection, payload), _CONNECT_TIMEOUT_S)
+    except (OSError, TimeoutError):  # it went, or takes no bytes
+        connection.close()
+        return None
+    return connection
+
+
+def _sockets(world: World) -> list[Path]:
+    return sorted(Path(_config(world)["runtime"]["host_memory_root"]).glob("*.sock"))
+
+
+def _ports(world: World) -> list[int]:
+    found = []
+    for process in world.running().processes():
+        with suppress(psutil.Error):
+            connections = process.net_connections(kind="inet")
+            found += [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def _config(world: World) -> dict[str, Any]:
+    """The resolved config of the run. NotThere."""
+    try:
+        loaded: dict[str, Any] = json.loads((world.root / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise NotThere(f"config.json: {error}") from error
+    return loaded
+
+
+def _servers(world: World) -> dict[str, str]:
+    world.running()
+    servers: dict[str, str] = _config(world)["servers"]
+    return servers
