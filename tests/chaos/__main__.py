@@ -37,12 +37,13 @@ class Series:
     folder: Path
     log: Path | None
     keeps: bool
+    only: str | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
     _one_reference: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, plan: Plan) -> None:
         reference = await self._reference(plan)
-        folder = self.folder / f"seed{plan.seed}"
+        folder = self.folder / f"{self.only or 'seed'}{plan.seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         outcome = await run(plan, folder, name=f"chaos-{plan.seed}", reference=reference)
@@ -92,7 +93,7 @@ class Series:
 
 async def main(arguments: argparse.Namespace) -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    series = Series(folder, arguments.log, keeps=arguments.replay is not None)
+    series = Series(folder, arguments.log, keeps=arguments.replay is not None, only=arguments.only)
     seeds = (
         [arguments.replay] if arguments.replay is not None else range(arguments.seed, arguments.seed + arguments.runs)
     )

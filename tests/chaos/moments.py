@@ -24,12 +24,16 @@ _MOST: dict[str, int] = {
     "training": 3,
     "iteration_reported": 6,
     "checkpoint_saved": 2,
-    "gpus_acquired": 4,
-    "gpus_released": 4,
-    "layout_committed": 6,
+    "gpus_acquired": 3,
+    "gpus_released": 3,
+    "layout_committed": 3,
 }
-"""The largest number that is drawn of each: a short job has about as many."""
+"""The largest number that is drawn of each: a short job has as many."""
+_OF_MOVES = ("gpus_acquired", "gpus_released", "layout_committed")
+_MOST_MOVES = 12
+"""The same of these, where GPUs move."""
 EVENTS = tuple(_MOST)
+_WEIGHTS = [4 if event in ("generating", "training") else 1 for event in EVENTS]
 _LONGEST_DELAY_S = 3.0
 
 
@@ -48,9 +52,11 @@ class Moment:
         return len({key for row in rows if (key := _key(row, self.event)) is not None}) >= self.nth
 
 
-def drawn_moment(rng: random.Random, *, iterations: int) -> Moment:
-    event = rng.choice(EVENTS)
+def drawn_moment(rng: random.Random, *, iterations: int, moves_gpus: bool) -> Moment:
+    (event,) = rng.choices(EVENTS, weights=_WEIGHTS)
     most = iterations if event in ("generating", "training") else _MOST[event]
+    if moves_gpus and event in _OF_MOVES:
+        most = _MOST_MOVES
     delay_s = rng.choice([0.0, 0.0, round(rng.uniform(0.0, _LONGEST_DELAY_S), 2)])
     return Moment(event, rng.randint(1, most), delay_s)
 

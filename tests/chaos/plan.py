@@ -85,7 +85,7 @@ def plan_of(seed: int, *, only: str | None = None) -> Plan:
     for _ in range(rng.randint(1, MOST_FAULTS)):
         (kind,) = rng.choices(kinds, weights=[each.weight for each in kinds])
         fault = kind.drawn(rng, variant)
-        moment = drawn_moment(rng, iterations=variant.training.iterations)
+        moment = drawn_moment(rng, iterations=variant.training.iterations, moves_gpus=variant.moves_gpus)
         if faults and rng.random() < _SHARE_OF_PAIRS:
             moment = faults[-1].moment
         faults.append(Planned(fault, moment))

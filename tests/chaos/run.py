@@ -81,7 +81,7 @@ class Driver:
     async def _attempt(self, number: int) -> Attempt:
         options = ("--resume",) if number else ()
         begin_s = time.monotonic()
-        job = await self.world.start(*options, attempt=number)
+        job = await self.world.start(*options)
         is_hung = False
         while job.process.returncode is None and not is_hung:
             with suppress(TimeoutError):
@@ -98,13 +98,18 @@ class Driver:
             end_s=end_s,
             exit_code=job.process.returncode,
             end=self._end() if job.process.returncode >= 0 else None,
-            said=self.world.output_of(number).read_text(errors="replace"),
+            said=await self._said(number),
             is_hung=is_hung,
         )
         left = await asyncio.to_thread(left_behind, self.world, self.watch.known, attempt)
         self.watch.known.clear()
         self.world.rest()
         return replace(attempt, left_behind=tuple(left))
+
+    async def _said(self, number: int) -> str:
+        said = await self.world.said()
+        (self.world.folder / f"run{number}.out").write_text(said)
+        return said
 
     def _is_hung(self, begin_s: float) -> bool:
         now = time.monotonic()
@@ -134,7 +139,7 @@ class Driver:
             await self.world.until(planned.moment)
             self.strikes.append(await self._inflict(place, planned))
         except RunOver:
-            return
+            self.missed.append(f"{planned.fault.kind}: the job had finished before")
         except NotThere as error:
             self.missed.append(f"{planned.fault.kind}: {error}")
 

@@ -15,8 +15,7 @@ from typing import Any
 from tests.e2e.jobs import small_job
 from tests.e2e.moving import POLICIES, TWO_BY_TWO
 
-GPUS = ("n0/0", "n0/1", "n1/0", "n1/1")
-NODES = ("n0", "n1")
+NUM_GPUS = 4
 ROLES = ("actor", "rollout", "inference")
 GROUP_SIZE = 4
 NUM_SHARDS = 4
@@ -33,6 +32,7 @@ _LEARNS: dict[str, Any] = {
     "actor__learning_rate": 2e-3,
 }
 """The warm-up brings the mean reward to a place from which it rises in a few updates."""
+_PACE: dict[str, Any] = POLICIES["tide"]["cluster__pace"]
 _BOUNDS: dict[str, Any] = {
     "runtime__command_deadline_s": 25.0,
     "runtime__collective_timeout_s": 20.0,
@@ -76,6 +76,22 @@ class Variant:
     checkpoint_every: int
     checkpoint_keep: int
     has_own_servers: bool
+    num_nodes: int
+    is_paced: bool
+    """Steps wait until the time of a modelled GPU is over: iterations of some 5 s that compute little."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(f"n{node}" for node in range(self.num_nodes))
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The actor begins on the first, engines on the next two, the inference on the last."""
+        return tuple(f"{node}/{index}" for node in self.nodes for index in range(NUM_GPUS // self.num_nodes))
+
+    @property
+    def moves_gpus(self) -> bool:
+        return self.policy != "static"
 
     @property
     def has_reference(self) -> bool:
@@ -92,9 +108,13 @@ class Variant:
             "algorithm__minibatch_order": self.order,
             "checkpoint__every": self.checkpoint_every,
             "checkpoint__keep": self.checkpoint_keep,
+            "cluster__nodes": dict.fromkeys(self.nodes, NUM_GPUS // self.num_nodes),
         }
+        pace = {"cluster__pace": _PACE} if self.is_paced else {}
         shards = {"actor__num_logical_shards": NUM_SHARDS if self.is_reproducible else None}
-        return small_job(name, **(TWO_BY_TWO | _LEARNS | _BOUNDS | sizes | POLICIES[self.policy] | shards | changes))
+        return small_job(
+            name, **(TWO_BY_TWO | _LEARNS | _BOUNDS | sizes | POLICIES[self.policy] | pace | shards | changes)
+        )
 
     @property
     def servers(self) -> str:
@@ -117,6 +137,8 @@ def drawn_variant(rng: random.Random) -> Variant:
         checkpoint_every=rng.choice([1, 1, 2]),
         checkpoint_keep=rng.choice([1, 2, 2, 3]),
         has_own_servers=rng.random() < 0.5,
+        num_nodes=rng.choice([1, 2]),
+        is_paced=rng.random() < 0.7,
     )
 
 
@@ -130,4 +152,6 @@ def reference_of(variant: Variant) -> Variant:
         checkpoint_every=1,
         checkpoint_keep=2,
         has_own_servers=False,
+        num_nodes=1,
+        is_paced=False,
     )

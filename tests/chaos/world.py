@@ -56,6 +56,7 @@ class World:
     at_rest: asyncio.Event = field(default_factory=asyncio.Event)
     """Set between two runs, once the driver has looked at what the first one left."""
     is_over: bool = False
+    _printed: asyncio.Task[bytes] | None = None
     remedies: list[Callable[[], None]] = field(default_factory=list)
     """What a person does where a resume is refused because of what was done between two runs."""
 
@@ -74,19 +75,25 @@ class World:
     def config_path(self) -> Path:
         return self.folder / f"{self.name}.yaml"
 
-    async def start(self, *options: str, attempt: int) -> RunningJob:
-        """Starts a run. What it prints is in a file of the driver's folder."""
-        with self.output_of(attempt).open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cli", "run", str(self.config_path), *options),
-                cwd=REPOSITORY,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+    async def start(self, *options: str) -> RunningJob:
+        """Starts a run. What it prints comes through a pipe, which no full disk stops."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cli", "run", str(self.config_path), *options),
+            cwd=REPOSITORY,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
         self.at_rest.clear()
         self.job = RunningJob(parse_config(self.raw), process)
+        assert process.stdout is not None
+        self._printed = asyncio.create_task(process.stdout.read())
         return self.job
+
+    async def said(self) -> str:
+        """What the run printed, once it is over."""
+        assert self._printed is not None
+        return (await self._printed).decode(errors="replace")
 
     def rest(self) -> None:
         """Notes that the run is over, and what it left was looked at."""
@@ -109,7 +116,7 @@ class World:
             return psutil.Process(job.process.pid)
         kind, _, rest = name.partition(" ")
         if kind == "worker":
-            role, gpu = rest.split()
+            role, _, gpu = rest.rpartition(" ")
             return job.worker(gpu, role=role)
         if kind == "lead":
             node = self.events.lead(rest)

@@ -35,7 +35,7 @@ class DiskFull(Fault):
 
     @classmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
-        victims = drawn_victims(rng, of_servers=False)
+        victims = drawn_victims(rng, variant, with_servers=False)
         return cls(victims, rng.choice([0, 0, 4096, 65536]), round(rng.uniform(0.5, 10.0), 2))
 
     @property

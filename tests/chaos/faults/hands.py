@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from tests.chaos.faults.fault import Fault
-from tests.chaos.variants import GPUS, NODES, Variant
+from tests.chaos.variants import Variant
 from tests.chaos.world import BadAnswer, World
 
 _ANSWERS = (0, 1, 2)
@@ -22,7 +22,7 @@ class ByHand(Fault):
 
     @classmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
-        return cls(tuple(_drawn_command(rng) for _ in range(rng.choice([1, 1, 2, 3]))))
+        return cls(tuple(_drawn_command(rng, variant) for _ in range(rng.choice([1, 1, 2, 3]))))
 
     @property
     def may_stop(self) -> bool:
@@ -39,7 +39,7 @@ class ByHand(Fault):
         return "; ".join(done)
 
 
-def _drawn_command(rng: random.Random) -> tuple[str, ...]:
+def _drawn_command(rng: random.Random, variant: Variant) -> tuple[str, ...]:
     verb = rng.choice(["scale", "scale", "scale", "migrate", "migrate", "drain", "drain", "layout", "cancel"])
     if verb == "scale":
         parts = rng.sample(["--actor", "--rollout", "--inference"], rng.randint(1, 3))
@@ -47,7 +47,7 @@ def _drawn_command(rng: random.Random) -> tuple[str, ...]:
     if verb == "layout":
         return ("scale", "--layout", f"dp={rng.choice([1, 2, 4])}")
     if verb == "migrate":
-        return ("migrate", "--from", rng.choice(GPUS), "--to", rng.choice(GPUS))
+        return ("migrate", "--from", rng.choice(variant.gpus), "--to", rng.choice(variant.gpus))
     if verb == "drain":
-        return ("drain", rng.choice([*GPUS, rng.choice(NODES)]), *rng.choice([(), ("--undo",)]))
+        return ("drain", rng.choice([*variant.gpus, rng.choice(variant.nodes)]), *rng.choice([(), ("--undo",)]))
     return ("cancel",)

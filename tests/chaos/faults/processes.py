@@ -12,31 +12,34 @@ from typing import ClassVar, Self
 import psutil
 
 from tests.chaos.faults.fault import Fault
-from tests.chaos.variants import GPUS, NODES, ROLES, Variant
+from tests.chaos.variants import ROLES, Variant
 from tests.chaos.world import LAUNCHER, World
 
 _SERVERS = ("nats-server", "valkey-server")
 
 
-def drawn_victims(rng: random.Random, *, of_servers: bool) -> tuple[str, ...]:
+def drawn_victims(rng: random.Random, variant: Variant, *, with_servers: bool = True) -> tuple[str, ...]:
     """One process, or two that are struck at once. Several ways may name the same process."""
-    found = [_drawn_victim(rng, of_servers=of_servers)]
+    with_servers = with_servers and not variant.has_own_servers
+    found = [_drawn_victim(rng, variant, with_servers=with_servers)]
     if rng.random() < 0.3:
-        found.append(_drawn_victim(rng, of_servers=of_servers))
+        found.append(_drawn_victim(rng, variant, with_servers=with_servers))
     return tuple(dict.fromkeys(found))
 
 
-def _drawn_victim(rng: random.Random, *, of_servers: bool) -> str:
+def _drawn_victim(rng: random.Random, variant: Variant, *, with_servers: bool) -> str:
     kinds = ["lead"] * 3 + ["service"] * 3 + ["worker"] * 5 + ["scheduler"] * 2 + ["forkserver", LAUNCHER]
-    kind = rng.choice([*kinds, "server"] if of_servers else kinds)
+    kind = rng.choice([*kinds, "server"] if with_servers else kinds)
     if kind == "lead":
         return f"lead {rng.choice(ROLES)}"
     if kind == "service":
-        return f"{rng.choice(ROLES)}@{rng.choice(NODES)}"
+        return f"{rng.choice(ROLES)}@{rng.choice(variant.nodes)}"
     if kind == "worker":
-        return f"worker {rng.choice(ROLES)} {rng.choice(GPUS)}"
+        # Where GPUs move, workers of several components are on each, most of them on standby.
+        role = rng.choice(["", *ROLES]) if variant.moves_gpus else ""
+        return " ".join(filter(None, ["worker", role, rng.choice(variant.gpus)]))
     if kind == "forkserver":
-        return f"forkserver@{rng.choice(NODES)}"
+        return f"forkserver@{rng.choice(variant.nodes)}"
     return rng.choice(_SERVERS) if kind == "server" else kind
 
 
@@ -51,7 +54,7 @@ class Kill(Fault):
     @classmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        return cls(drawn_victims(rng, of_servers=not variant.has_own_servers), int(number))
+        return cls(drawn_victims(rng, variant), int(number))
 
     @property
     def may_stop(self) -> bool:
@@ -79,7 +82,7 @@ class Pause(Fault):
     @classmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
         seconds = rng.choice([rng.uniform(0.1, 2.0), rng.uniform(2.0, 6.0), rng.uniform(6.0, 15.0)])
-        return cls(drawn_victims(rng, of_servers=not variant.has_own_servers), round(seconds, 2))
+        return cls(drawn_victims(rng, variant), round(seconds, 2))
 
     async def inflict(self, world: World) -> str:
         struck = {victim: world.process(victim) for victim in self.victims}
