@@ -26,6 +26,8 @@ MOST_STILL_S = 60.0
 """A command that got lost is sent again after its deadline of 25 s, at most twice before its change is given up."""
 _LEAST_OVERLAP_NS = 5_000_000
 """Two components on one machine read one clock. Each writes a span's end after the work has ended."""
+_LAST_WORDS = 2000
+"""The end of what a run prints: its message, which says how to go on."""
 _FINISHED = "finished"
 
 
@@ -130,7 +132,7 @@ def resumes(found: Collected) -> Iterator[str]:
             yield f"start {number} ended with {attempt.exit_code} ({attempt.end}) for no fault that may end it"
         if "Traceback" in attempt.said:
             yield f"start {number} ended with a traceback"
-        if attempt.exit_code > 0 and attempt.end != "cancelled" and "--resume" not in attempt.said:
+        if attempt.exit_code > 0 and attempt.end != "cancelled" and "resume" not in attempt.said[-_LAST_WORDS:]:
             yield f"start {number} ended with {attempt.exit_code} and does not say how to go on"
     if not _has_finished(found):
         yield f"the job has not finished after {len(found.attempts)} starts"
@@ -156,7 +158,7 @@ def summary(found: Collected) -> Iterator[str]:
     rows = {int(row.get("iteration", 0)): row for row in found.result["job"].get("iterations", ())}
     want = set(range(found.training.iterations))
     numbers = sorted(rows)
-    is_suffix = numbers == list(range(numbers[0], found.training.iterations)) if numbers else False
+    is_suffix = numbers == list(range(found.training.iterations))[found.training.iterations - len(numbers) :]
     if set(rows) != want and not (found.may_lose_records and is_suffix):
         yield f"the summary has the iterations {numbers} of {found.training.iterations}"
     kept = lineage(found.journal)
