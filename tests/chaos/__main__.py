@@ -18,6 +18,7 @@ import json
 import shutil
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,11 @@ class Series:
             with self.log.open("a") as stream:
                 stream.write(text + "\n")
 
+    def write_broken(self, plan: Plan, error: Exception) -> None:
+        told = "".join(traceback.format_exception(error))
+        oracles = {"driver": [told]}
+        self.write({**plan.record(), "strikes": [], "missed": [], "starts": [], "oracles": oracles, "passed": False})
+
     def sum_up(self) -> dict[str, Any]:
         failed = [line for line in self.lines if not line["passed"]]
         by_oracle = Counter(name for line in failed for name, found in line["oracles"].items() if found != "right")
@@ -101,7 +107,10 @@ async def main(arguments: argparse.Namespace) -> int:
 
     async def take() -> None:
         for plan in waiting:
-            await series.run(plan)
+            try:
+                await series.run(plan)
+            except Exception as error:  # noqa: BLE001 - a run that breaks the driver is one more that failed
+                series.write_broken(plan, error)
 
     await asyncio.gather(*(take() for _ in range(arguments.jobs)))
     total = series.sum_up()

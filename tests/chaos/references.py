@@ -25,10 +25,16 @@ async def reference_weights(variant: Variant, *, cache: Path, folder: Path) -> s
     """The final weights of the training of `variant` when nothing happens. Runs it in `folder` the first time."""
     training, known = str(variant.training), _read(cache)
     if training not in known:
-        folder.mkdir(parents=True)  # noqa: ASYNC240 - nothing else runs meanwhile
+        _make_anew(folder)
         known[training] = await _measured(variant, folder)
         _write(cache, known)
     return known[training]
+
+
+def _make_anew(folder: Path) -> None:
+    """A call that was interrupted may have left one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _read(cache: Path) -> dict[str, str]:
