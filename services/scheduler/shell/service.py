@@ -112,6 +112,9 @@ class SchedulerService:
         self._policy = policy
         self._pace = Pace(round(decide_every_s * 1000))
         self._state: ClusterState | None = None
+        self._last_known: ClusterState | None = None
+        """The last state that was read or written, also where it has to be read again: it names the instances whose
+        gates can be asked."""
         self._version = 0
         """The version of the last state that was read or written."""
         self._other_version = asyncio.Event()
@@ -160,13 +163,12 @@ class SchedulerService:
 
     async def _turns(self) -> None:
         while True:
-            known = self._state
             try:
                 await self._turn()
             except StoreNotAdopted as error:
                 self._log.warning("adopting the store", error=str(error))
                 self._state = None
-                await self._adopt(known)
+                await self._adopt(self._last_known)
             except VersionConflict as error:
                 self._log.info("another replica was first", error=str(error))
                 self._state = None
@@ -361,7 +363,7 @@ class SchedulerService:
         self._show(after)
 
     def _show(self, state: ClusterState) -> None:
-        self._state = state
+        self._state = self._last_known = state
         if state.version != self._version:
             self._version = state.version
             self._other_version.set()

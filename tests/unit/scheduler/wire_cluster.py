@@ -55,6 +55,8 @@ class WireCluster:
     """The boot of the launcher and of the instances."""
     gates: tuple[Grant, ...] = ()
     """The tokens that gates of all nodes know, as instances tell when they join."""
+    gates_asked_of: list[tuple[str, ...]] = field(default_factory=list)
+    """The instances that each adoption knew."""
     _announcers: dict[str, Announcer] = field(default_factory=dict)
     _members: dict[Role, tuple[Grant, ...]] = field(default_factory=dict)
     _num_replicas: int = 0
@@ -129,6 +131,7 @@ class WireCluster:
 
     async def gate_reports(self, state: ClusterState | None) -> dict[NodeId, tuple[()]]:
         """Reports of gates that never let a worker pass."""
+        self.gates_asked_of.append(tuple(sorted(state.instances)) if state else ())
         return dict.fromkeys(NODES, ())
 
     async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:

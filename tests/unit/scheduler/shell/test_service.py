@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.decide.turn import StateBroken
-from services.scheduler.shell.codecs.state_codec import encode_state
+from services.scheduler.shell.codecs.state_codec import decode_state, encode_state
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
 from services.scheduler.state.observed import Pictures, Training
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
 from tidegate.adapters.cells import Cell
 from tidegate.moves_log import read_moves
+from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import EventDelivery
-from tidegate.ports.store import Identity
-from tidegate.types import CommandId, Grant, Role, Token, instance_id
+from tidegate.ports.store import Identity, JobState
+from tidegate.types import CommandId, Grant, JobId, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2
 
 NUM_ITERATIONS = 3
@@ -374,6 +375,35 @@ async def test_a_store_that_goes_away_again_while_it_is_adopted_is_adopted_anew(
         await of.submit()
         async with running(await of.replica(store=_GoesAwayWhenAdopted(of))):
             assert await ended(of) is Phase.FINISHED
+
+
+class _RestartsWhenSaved(WatchedStore):
+    """The server gives no answer to the first state with a submitted job, and is there again as another start."""
+
+    def __init__(self, of: WireCluster) -> None:
+        super().__init__(of.server, of.changes)
+        self._server = of.server
+        self._has_restarted = False
+
+    async def save(self, job: JobId, payload: bytes, *, expected_write: int, version: int) -> JobState:
+        if not self._has_restarted and decode_state(payload).spec is not None:
+            self._has_restarted = True
+            self._server.restart()
+            raise StoreUnavailable("the server went away")
+        return await super().save(job, payload, expected_write=expected_write, version=version)
+
+
+async def test_a_store_that_restarts_after_it_gave_no_answer_is_adopted_by_what_the_gates_say(tmp_path: Path) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        store = _RestartsWhenSaved(of)
+        await store.attach()
+        service = await of.replica(store=store)
+        async with running(service):
+            await of.changes.until(lambda: service.state is not None and service.state.applied_seq == 9)
+            await of.submit()
+            assert await ended(of) is Phase.FINISHED
+    assert [len(instances) for instances in of.gates_asked_of] == [len(Role) * len(NODES)]
 
 
 async def test_an_instance_whose_lease_expired_is_reported_lost_once(tmp_path: Path) -> None:
