@@ -100,10 +100,7 @@ class Series:
 async def main(arguments: argparse.Namespace) -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     series = Series(folder, arguments.log, keeps=arguments.replay is not None, only=arguments.only)
-    seeds = (
-        [arguments.replay] if arguments.replay is not None else range(arguments.seed, arguments.seed + arguments.runs)
-    )
-    waiting = iter([plan_of(seed, only=arguments.only) for seed in seeds])
+    waiting = iter(_plans(arguments))
 
     async def take() -> None:
         for plan in waiting:

@@ -6,23 +6,17 @@ the events, or from a copy of it and the events since. Leads are elected anew, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from services.scheduler.evolve.recovering import recovered
-from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.cluster_state import Phase
 from tests import effort
 from tests.properties.job_histories import MAX_BLOWS, MAX_STEPS_ON, NUM_ITERATIONS, SLOTS, blow, happen, ordinary
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
-from tests.unit.scheduler.fake_parts import JOB, NODES, spec
-from tidegate.ownership.adoption import rebuild
-from tidegate.ownership.records import GateState, GpuRecord, Transition
-from tidegate.ports.store import StoreContents
-from tidegate.types import GpuId, Role, Token, TransitionId, node_of
+from tests.unit.scheduler.fake_parts import spec
+from tests.unit.scheduler.lost_store import Saved, lose_store
 
 MAX_LOSSES = 3
 run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
@@ -39,49 +33,6 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
         where = draw(st.integers(0, len(steps)))
         steps[where:where] = [draw(run_on), *map(draw, blows), draw(loss), ("restart", 0)]
     return steps
-
-
-@dataclass
-class Saved:
-    """The store and the state at an earlier time, and how many events were delivered by then."""
-
-    gpus: dict[GpuId, GpuRecord]
-    records: dict[TransitionId, Transition]
-    state: ClusterState
-    num_delivered: int
-
-
-def lose_store(drive: Drive, saved: Saved | None, *, is_empty: bool = False) -> None:
-    """The store comes back empty, or as it was saved. `is_empty`: only the state was saved, elsewhere."""
-    cluster, store = drive.cluster, drive.cluster.store
-    contents = StoreContents((), ())
-    if saved is not None and not is_empty:
-        opened = [each for each in saved.records.values() if each.is_open]
-        contents = StoreContents(tuple(saved.gpus.values()), tuple(opened))
-    reports = {
-        node: [
-            GateState(slot, gate.highest, gate.is_held)
-            for slot, gate in cluster.gates.items()
-            if node_of(slot) == node and gate.highest > Token(0, 0)
-        ]
-        for node in NODES
-    }
-    rebuilt = rebuild(contents, reports)
-    store.term += 1
-    store.gpus = {record.gpu: record for record in rebuilt.gpus}
-    store.records = {each.id: each for each in rebuilt.transitions}
-    store.register(cluster.job_spec.gpus)
-    cluster.answers.clear()
-    before = saved.state if saved is not None else ClusterState(job=JOB)
-    missed = drive.delivered[saved.num_delivered if saved is not None else 0 :]
-    drive.state = recovered(before, missed) if missed else before
-    store.saved_version = drive.state.version
-    for instance in cluster.instances.values():
-        # Its lease is gone: it joins again.
-        instance.has_lease = instance.has_lease and not instance.is_alive
-    for role in Role:
-        cluster.move_lead(role)
-    cluster.renew()
 
 
 def finished(steps: list[tuple[str, int]]) -> Drive:

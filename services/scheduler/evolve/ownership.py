@@ -119,6 +119,10 @@ def released(state: ClusterState, event: ev.Event, body: ev.GpusReleased) -> Clu
     free = tuple(grant for grant in body.grants if _is_of_role(state, role, grant))
     if not free:
         return Refused("under old tokens")
+    # A lead knows the workers of its own component alone: of a GPU without a known owner, only the gate can tell.
+    free = tuple(grant for grant in free if state.gpus[grant.gpu].owner is not None)
+    if not free:
+        return Refused("of GPUs whose last owner the store does not know")
     transition = state.transition_of(role)
     leaving = state.moving(role, transition)[0] if transition is not None else ()
     asked = tuple(grant for grant in free if grant in leaving)

@@ -81,7 +81,7 @@ class FakeChanges(FakeMembers):
             gate, name = self.gates[grant.gpu], instance_id(Role.ACTOR, node_of(grant.gpu))
             if not self.instances[name].is_alive or gate.is_held or gate.highest >= grant.token:
                 return f"{grant.gpu} does not come", True
-            self.gates[grant.gpu] = FakeGate(grant.token, is_held=True)
+            self.gates[grant.gpu] = FakeGate(grant.token, is_held=True, holder=Role.ACTOR)
         if not self.keeps_state and not {*stay, *resize.leaving} >= set(lead.members):
             return "what a dead rank held is gone", False
         try:

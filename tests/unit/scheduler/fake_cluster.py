@@ -133,7 +133,9 @@ class FakeCluster(FakeChanges):
                 if header.transition_id:
                     lead.resize = lead.suspension = None
                 for grant in command.grants:
-                    self.gates[grant.gpu].is_held = False
+                    # A lead reaches the workers of its own component alone.
+                    if self.gates[grant.gpu].holder in (None, header.role):
+                        self.gates[grant.gpu].is_held = False
                 lead.members = tuple(grant for grant in lead.members if grant not in command.grants)
                 self.voice.say(lead.instance, ev.GpusReleased(command.grants), transition=header.transition_id)
             case cmd.LoadWeights():

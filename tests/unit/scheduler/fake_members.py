@@ -221,5 +221,5 @@ class FakeMembers:
                     lead.instance, f"{name} is gone", grants=command.grants, incarnation=header.incarnation
                 )
                 return False
-            gate.highest, gate.is_held = grant.token, True
+            gate.highest, gate.is_held, gate.holder = grant.token, True, header.role
         return True

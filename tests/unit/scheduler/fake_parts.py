@@ -87,6 +87,8 @@ class FakeInstance:
 class FakeGate:
     highest: Token = field(default_factory=lambda: Token(0, 0))
     is_held: bool = False
+    holder: Role | None = None
+    """The component of the worker that passed last. None where a test made the gate."""
 
 
 @dataclass

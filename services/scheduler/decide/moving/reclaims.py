@@ -1,8 +1,11 @@
 """How the job takes back GPUs that a component lost: it counts them as lost, asks their gate, clears them and reclaims
 them. Pure.
 
-Invariant: a GPU becomes free only when its holder or its gate has said that nobody holds it.
-[test_lost_gpus: not_taken_back_while_its_gate]
+Invariants:
+- A GPU becomes free only when its holder or its gate has said that nobody holds it.
+  [test_lost_gpus: not_taken_back_while_its_gate]
+- A GPU whose last owner the store does not know is cleared by every component that is down, and becomes free only when
+  its gate has said so. [test_lost_gpus: last_owner_the_store_has_lost]
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[G
             # A job that goes on without the GPU asks its worker no more.
             is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
             if grant in state.held and is_asked:
-                needs += _cleared(state, role, grant, now_ms)
+                for holder in _possible_holders(state, role, grant):
+                    needs += _cleared(state, holder, grant, now_ms)
         elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
             needs += Needs((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
@@ -42,6 +46,14 @@ def _is_leaving(state: ClusterState, role: Role, grant: Grant) -> bool:
     if transition is None or transition.part(role).kind is not PartKind.RESIZE:
         return False
     return grant in state.moving(role, transition)[0]
+
+
+def _possible_holders(state: ClusterState, role: Role, grant: Grant) -> tuple[Role, ...]:
+    """The component that counts the GPU as its own. Where the store has lost the owner, the worker may be of any
+    component whose members are not known."""
+    if state.gpus[grant.gpu].owner is not None:
+        return (role,)
+    return tuple(each for each in Role if each is role or not state.components[each].is_up)
 
 
 def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Needs:

@@ -11,6 +11,7 @@ from services.scheduler.state.cluster_state import Phase
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
+from tests.unit.scheduler.lost_store import lose_store
 from tests.unit.scheduler.open_iteration import is_iterating, iterating
 from tidegate.ownership.records import GpuRecord, GpuState
 from tidegate.types import GpuId, Grant, NodeId, Role, Token, instance_id
@@ -60,6 +61,29 @@ def test_a_held_gpu_is_cleared_once_an_instance_of_its_holder_lives_on_its_node(
 
     assert sorted(_cleared(drive)) == [gpu("n1", 1), gpu("n1", 3)]
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_gpu_whose_last_owner_the_store_has_lost_is_cleared_by_the_component_that_holds_it() -> None:
+    drive = iterating()
+    gate = drive.cluster.gates[ROLLOUT_GPU]
+    # As after a move: the actor has the GPU, and the store that knew it comes back empty.
+    gate.holder = Role.ACTOR
+    held_under = gate.highest
+    lose_store(drive, None)
+
+    state = drive.run()
+
+    assert (state.phase, state.incarnation) == (Phase.FINISHED, 2)
+    asked = {
+        each.header.role for each in drive.cluster.log if isinstance(each, cmd.ScaleDown) and _names(each, held_under)
+    }
+    assert Role.ACTOR in asked
+    refused = [event for event in drive.delivered if isinstance(event.body, ev.Failed)]
+    assert refused == [], "nobody starts on a GPU that a worker holds"
+
+
+def _names(down: cmd.ScaleDown, token: Token) -> bool:
+    return Grant(ROLLOUT_GPU, token) in down.grants
 
 
 def test_a_gates_answer_about_an_earlier_grant_says_nothing_of_the_present_one() -> None:
