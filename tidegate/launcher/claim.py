@@ -219,7 +219,10 @@ def _refuse_occupied(folder: JobFolder, fresh_command: str, resume_command: str)
 
 
 def _has_finished(folder: JobFolder) -> bool:
-    return folder.result.exists() and Outcome.read(folder.result).end is End.FINISHED
+    """Whether the record of the end says so. A damaged one says nothing: the start replaces it."""
+    with suppress(FileNotFoundError, ValueError):
+        return Outcome.read(folder.result).end is End.FINISHED
+    return False
 
 
 def _refuse_other_lineage(folder: JobFolder, config: JobConfig, fresh_command: str) -> None:

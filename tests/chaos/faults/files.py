@@ -2,8 +2,8 @@
 
 What a resume has to do depends on the file:
 
-- it heals: the resume goes on at the first try. Logs, an endpoint that a kill left, a line that a kill tore, and a
-  checkpoint with an older sound one behind it.
+- it heals: the resume goes on at the first try. Logs, the record of the last end, an endpoint that a kill left, a line
+  that a kill tore, and a checkpoint with an older sound one behind it.
 - it heals or is refused: the resume goes on, or ends with one message. Then the driver does what a person would: it
   puts the file back, or removes the embedded servers' data.
 
@@ -30,11 +30,11 @@ _HEALS: dict[str, tuple[str, ...]] = {
     "events.jsonl": (TORN, CUT, FLIPPED),
     "moves.jsonl": (TORN, CUT, FLIPPED),
     "journal.jsonl": (TORN,),
+    "result.json": (CUT, FLIPPED),
     "endpoint.json": (FOREIGN,),
 }
 _MAY_REFUSE: dict[str, tuple[str, ...]] = {
     "config.json": (CUT, FLIPPED),
-    "result.json": (CUT, FLIPPED),
     "launcher.lock": (CUT, FLIPPED),
     "tokenizer.json": (CUT, FLIPPED),
 }

@@ -73,6 +73,16 @@ def test_a_resume_sets_checkpoints_aside_whose_manifests_cannot_be_read(tmp_path
     assert left == ["inc001-it000001", "inc001-it000002.damaged"]
 
 
+def test_a_damaged_record_of_the_end_stops_no_resume(tmp_path: Path) -> None:
+    first = run_once(tmp_path)
+    finish(tmp_path)
+    result = JobFolder.of(small_config(tmp_path)).result
+    result.write_bytes(result.read_bytes()[:20])
+
+    assert run_once(tmp_path, Start.RESUME) > first
+    assert not result.exists()
+
+
 def test_a_resume_names_the_config_that_is_damaged(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
