@@ -86,14 +86,14 @@ class Series:
         failed = [line for line in self.lines if not line["passed"]]
         by_oracle = Counter(name for line in failed for name, found in line["oracles"].items() if found != "right")
         starts = sum(len(line["starts"]) for line in self.lines)
-        strikes = Counter(did["did"].split(" ")[0] for line in self.lines for did in line["strikes"])
+        strikes = Counter(each["kind"] for line in self.lines for each in line["strikes"])
         return {
             "runs": len(self.lines),
             "passed": len(self.lines) - len(failed),
             "failed_seeds": [line["seed"] for line in failed],
             "failures_by_oracle": dict(by_oracle),
             "starts": starts,
-            "strikes": sum(strikes.values()),
+            "strikes": dict(strikes),
         }
 
 

@@ -182,6 +182,7 @@ class Outcome:
         return {
             "strikes": [
                 {
+                    "kind": each.fault,
                     "at_s": round(each.begin_s - first_s, 1),
                     "seconds": round(each.end_s - each.begin_s, 1),
                     "did": each.did,
