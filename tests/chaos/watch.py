@@ -48,7 +48,7 @@ class Watch:
         if self._has_progress():
             self.progress_s.append(time.monotonic())
         gates = self.world.root / "nodes"
-        sighting = Sighting(time.monotonic(), dict(_tokens(gates)), self._holders(gates))
+        sighting = Sighting(time.monotonic(), dict(tokens_of(gates)), self._holders(gates))
         if not self.sightings or self.sightings[-1].facts != sighting.facts:
             self.sightings.append(sighting)
 
@@ -68,7 +68,7 @@ class Watch:
             with suppress(psutil.Error, OSError):
                 title = "".join(process.cmdline()[:1])
                 if title.startswith(_TITLE):
-                    for gpu in _held_by(process.pid, gates):
+                    for gpu in held_by(process.pid, gates):
                         found.setdefault(gpu, []).append(f"{title.removeprefix(_TITLE)} ({process.pid})")
         return {gpu: tuple(sorted(holders)) for gpu, holders in sorted(found.items())}
 
@@ -123,7 +123,7 @@ def _mark(row: Row) -> tuple[object, ...] | None:
     return kind, row.get("role"), row.get("incarnation"), row.get("iteration"), told.get("phase"), told.get("num_done")
 
 
-def _tokens(gates: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+def tokens_of(gates: Path) -> Iterator[tuple[str, tuple[int, int]]]:
     for path in sorted(gates.glob("*/gate/*.json")):
         # A file that is replaced at this moment is read at the next beat.
         with suppress(ValueError, KeyError, OSError):
@@ -131,7 +131,7 @@ def _tokens(gates: Path) -> Iterator[tuple[str, tuple[int, int]]]:
             yield unquote(path.stem), (int(record["term"]), int(record["counter"]))
 
 
-def _held_by(pid: int, gates: Path) -> Iterator[str]:
+def held_by(pid: int, gates: Path) -> Iterator[str]:
     """The GPUs whose gate the process has open under the lock of a holder: byte 0."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
