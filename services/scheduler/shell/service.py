@@ -83,6 +83,8 @@ KEPT_TRANSITIONS = 256
 """Closed transitions that the store keeps: far more than a lead or a replica can be behind."""
 FORGET_EVERY = 64
 """Transitions from one removal of older ones to the next. It reads all that are kept."""
+COPY_EVERY = 256
+"""Events from one copy of the state to the next. A copy costs a write of the state; a recovery reads so many more."""
 RETRY_S = 0.2
 """Pause after a call that the store or the bus did not answer."""
 
@@ -103,7 +105,14 @@ class SchedulerPorts:
 
 class SchedulerService:
     def __init__(
-        self, job: JobId, ports: SchedulerPorts, policy: Policy, *, decide_every_s: float, launcher_boot: int = 0
+        self,
+        job: JobId,
+        ports: SchedulerPorts,
+        policy: Policy,
+        *,
+        decide_every_s: float,
+        launcher_boot: int = 0,
+        copy_every: int = COPY_EVERY,
     ) -> None:
         """`launcher_boot`: the boot of the launcher that starts this replica. 0: it waits for none."""
         self._job = job
@@ -126,6 +135,9 @@ class SchedulerService:
         """The instances and the job whose gates' tokens the store has, as the state has them."""
         self._missed: tuple[ev.Event, ...] = ()
         """Acknowledged events that the loaded state does not hold, because the store lost the one that did."""
+        self._copy_every = copy_every
+        self._copied_through = 0
+        """The place of the newest copy of the state."""
         self._clock = StoreClock(ports.store)
         self._encoder = StateEncoder()
         self._reason = ""
@@ -230,10 +242,12 @@ class SchedulerService:
         if after.next_iteration > before.next_iteration:
             # No other command is issued again, and a lead takes none twice in its epoch.
             await store.forget_commands(self._job, keep=after.expectations)
-            await self._copy(after)
+            if after.applied_seq >= self._copied_through + self._copy_every:
+                await self._copy(after)
 
     async def _copy(self, state: ClusterState) -> None:
         """Keep a copy on the bus. With it the older events are not needed, should the store lose the state."""
+        self._copied_through = state.applied_seq
         try:
             await self._ports.copies.keep(self._job, StateCopy(state.applied_seq, self._encoder.encode(state)))
         except (MessageTooLarge, StreamFull) as error:  # the events stay instead
@@ -261,6 +275,7 @@ class SchedulerService:
         self._written = found or JobState(payload=b"", write=0, version=0)
         state = decode_state(found.payload) if found else ClusterState(job=self._job)
         copy = await self._ports.copies.newest(self._job)
+        self._copied_through = copy.through if copy is not None else 0
         if copy is not None and copy.through > state.applied_seq:
             self._log.warning("the store lost the state", applied_seq=state.applied_seq, copied_seq=copy.through)
             state = decode_state(copy.state)

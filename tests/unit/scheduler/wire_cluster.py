@@ -113,7 +113,7 @@ class WireCluster:
             record,
         )
         return SchedulerService(
-            JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start
+            JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start, copy_every=1
         )
 
     async def client(self) -> WatchedStore:
