@@ -10,20 +10,14 @@ from tests.chaos.record import Row
 from tests.chaos.variants import Training
 
 Tokens = Mapping[str, tuple[int, int]]
-Holders = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """The gates at a moment: the highest token of each GPU, and the workers that hold it."""
+    """The gates at a moment: the highest token of each GPU that passed."""
 
     at_s: float
     tokens: Tokens
-    holders: Holders
-
-    @property
-    def facts(self) -> tuple[Tokens, Holders]:
-        return self.tokens, self.holders
 
 
 @dataclass(frozen=True, slots=True)

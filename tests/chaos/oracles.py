@@ -2,7 +2,7 @@
 
 - samples: the lineage that leads to the final weights has each sample once, and no other.
 - weights: they are those of the undisturbed run.
-- owners: no GPU has two holders at a time, and no two components spend the same time on it.
+- owners: no two components spend the same time on a GPU.
 - tokens: the tokens of a GPU only grow, and none is granted twice.
 - progress: nothing stands still for long where no fault holds it.
 - resumes: only a fault that may end a run ends it, and the next start goes on at the first try.
@@ -74,10 +74,6 @@ def weights(found: Collected) -> Iterator[str]:
 
 
 def owners(found: Collected) -> Iterator[str]:
-    for sighting in found.sightings:
-        for gpu, holders in sighting.holders.items():
-            if len(holders) > 1:
-                yield f"{gpu} has {len(holders)} holders: {', '.join(holders)}"
     by_gpu: dict[str, list[Span]] = {}
     for span in found.spans:
         by_gpu.setdefault(span.gpu, []).append(span)

@@ -59,8 +59,8 @@ def right() -> Collected:
             "job": {"iterations": [_iteration(0), _iteration(1)]},
         },
         sightings=[
-            Sighting(1.0, {"n0/0": (1, 1)}, {"n0/0": ("actor n0/0 (1)",)}),
-            Sighting(2.0, {"n0/0": (1, 2)}, {"n0/0": ("rollout n0/0 (2)",)}),
+            Sighting(1.0, {"n0/0": (1, 1)}),
+            Sighting(2.0, {"n0/0": (1, 2)}),
         ],
         progress_s=[10.0, 20.0, 30.0, 60.0, 80.0],
         spans=[Span("n0/0", "actor", 0, 50 * MS, "training"), Span("n0/0", "rollout", 60 * MS, 90 * MS, "generating")],
@@ -85,17 +85,12 @@ def _other_weights(found: Collected) -> Collected:
     return replace(found, reference="0" * 16)
 
 
-def _two_holders(found: Collected) -> Collected:
-    holders = {"n0/0": ("actor n0/0 (1)", "rollout n0/0 (2)")}
-    return replace(found, sightings=[*found.sightings, Sighting(3.0, {"n0/0": (1, 2)}, holders)])
-
-
 def _two_at_work(found: Collected) -> Collected:
     return replace(found, spans=[*found.spans, Span("n0/0", "inference", 0, 80 * MS, "computing_log_probs")])
 
 
 def _token_goes_back(found: Collected) -> Collected:
-    return replace(found, sightings=[*found.sightings, Sighting(3.0, {"n0/0": (1, 1)}, {})])
+    return replace(found, sightings=[*found.sightings, Sighting(3.0, {"n0/0": (1, 1)})])
 
 
 def _token_of_two(found: Collected) -> Collected:
@@ -150,7 +145,6 @@ PLANTED: dict[str, tuple[Callable[[Collected], Collected], set[str], str]] = {
     "a lost sample": (_lost, {"samples", "summary"}, "1 samples are lost: 0.0.3"),
     "an iteration on weights of an older one": (_older_iteration_after_newer, {"samples"}, "a later incarnation"),
     "other weights": (_other_weights, {"weights"}, "those of the undisturbed run"),
-    "two holders of a GPU": (_two_holders, {"owners"}, "n0/0 has 2 holders"),
     "two components at work on a GPU": (_two_at_work, {"owners"}, "n0/0: actor (training) and inference"),
     "a token that goes back": (_token_goes_back, {"tokens"}, "the gate of n0/0 went back"),
     "a token of two components": (_token_of_two, {"tokens"}, "was granted to rollout and to inference"),

@@ -1,7 +1,8 @@
-"""Looks at a running job from outside, again and again: who holds each GPU, which tokens passed, what goes on.
+"""Looks at a running job from outside, again and again: its processes, which tokens passed the gates, what goes on.
 
-Who holds a GPU is asked of the kernel: which workers have the gate's file open under its lock. The tokens are those of
-the gate's files, the progress that of the job's journal and events. No code of the gate or the scheduler is used.
+The tokens are those of the gates' files, the progress that of the job's journal and events. No code of the gate or the
+scheduler is used. Who holds a GPU cannot be seen: the lock lies in the queue of its worker's socket, where no list of
+open files shows it. What each component did on it, and when, is in the timeline.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tests.chaos.world import World
 
 _BEAT_S = 0.3
 _PROGRESS = ("progress", "iteration_reported", "checkpoint_saved", "weights_published", "weights_loaded")
-_TITLE = "tidegate: "
 
 
 @dataclass
@@ -48,8 +48,9 @@ class Watch:
         if self._has_progress():
             self.progress_s.append(time.monotonic())
         gates = self.world.root / "nodes"
-        sighting = Sighting(time.monotonic(), dict(tokens_of(gates)), self._holders(gates))
-        if not self.sightings or self.sightings[-1].facts != sighting.facts:
+        self._note_processes()
+        sighting = Sighting(time.monotonic(), dict(tokens_of(gates)))
+        if not self.sightings or self.sightings[-1].tokens != sighting.tokens:
             self.sightings.append(sighting)
 
     def _has_progress(self) -> bool:
@@ -61,26 +62,11 @@ class Watch:
             self._marks.add(("journal", (self.world.root / "journal.jsonl").stat().st_size))
         return len(self._marks) > before
 
-    def _holders(self, gates: Path) -> dict[str, tuple[str, ...]]:
-        """The workers that hold each GPU."""
-        found: dict[str, list[str]] = {}
-        for process in self._processes():
-            with suppress(psutil.Error, OSError):
-                title = "".join(process.cmdline()[:1])
-                if title.startswith(_TITLE):
-                    for gpu in held_by(process.pid, gates):
-                        found.setdefault(gpu, []).append(f"{title.removeprefix(_TITLE)} ({process.pid})")
-        return {gpu: tuple(sorted(holders)) for gpu, holders in sorted(found.items())}
-
-    def _processes(self) -> list[psutil.Process]:
+    def _note_processes(self) -> None:
         job = self.world.job
-        if job is None or job.process.returncode is not None:
-            return []
-        with suppress(psutil.Error):
-            found = job.processes()
-            self.known.update(found)
-            return found
-        return []
+        if job is not None and job.process.returncode is None:
+            with suppress(psutil.Error):
+                self.known.update(job.processes())
 
 
 def left_behind(world: World, known: set[psutil.Process], attempt: Attempt) -> list[str]:
@@ -129,14 +115,3 @@ def tokens_of(gates: Path) -> Iterator[tuple[str, tuple[int, int]]]:
         with suppress(ValueError, KeyError, OSError):
             record = json.loads(path.read_text())
             yield unquote(path.stem), (int(record["term"]), int(record["counter"]))
-
-
-def held_by(pid: int, gates: Path) -> Iterator[str]:
-    """The GPUs whose gate the process has open under the lock of a holder: byte 0."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            target = entry.readlink()
-            if target.suffix == ".lock" and target.is_relative_to(gates):
-                told = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text().splitlines()
-                if any(line.startswith("lock:") and line.split()[-2:] == ["0", "0"] for line in told):
-                    yield unquote(target.stem)
