@@ -121,13 +121,7 @@ class Driver:
         """Notes what the job says of itself, and ends it."""
         _, text = await self.world.command("describe", self.world.name)
         (self.world.folder / "hung.txt").write_text(text)
-        job = self.world.running()
-        job.process.send_signal(signal.SIGTERM)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(job.process.wait(), _END_S)
-        if job.process.returncode is None:
-            job.process.kill()
-            await job.process.wait()
+        await _ended(self.world.running().process)
 
     def _end(self) -> str | None:
         with suppress(FileNotFoundError, ValueError):
@@ -235,9 +229,19 @@ async def _driver(plan: Plan, world: World) -> AsyncIterator[Driver]:
     try:
         yield Driver(plan, world, watch)
     finally:
-        if world.job is not None and world.job.process.returncode is None:
-            world.job.process.kill()
-            await world.job.process.wait()
+        if world.job is not None:
+            await _ended(world.job.process)
+
+
+async def _ended(launcher: asyncio.subprocess.Process) -> None:
+    """Ends a run in order, so that it leaves nothing in host memory, and by force where it does not end."""
+    if launcher.returncode is None:
+        launcher.send_signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(launcher.wait(), _END_S)
+    if launcher.returncode is None:
+        launcher.kill()
+        await launcher.wait()
 
 
 def _rows(path: Path) -> Iterator[Row]:
