@@ -10,11 +10,13 @@ import pytest
 
 from tests.contract.bus_bench import (
     LIMITS,
+    PATIENT_S,
     Bench,
     Open,
     a_group,
     bench,
     nats_url,
+    number_of,
     numbered,
     open_bench,
     publish_groups,
@@ -89,6 +91,22 @@ async def test_a_log_that_is_made_anew_begins_after_the_place_that_its_opener_kn
     await bench.bus.streams.open_job(job)
     assert await log.publish(numbered(events, job, 2)) == 43
     assert [sequence async for sequence, _ in log.read(job)] == [42, 43]
+
+
+async def test_a_log_that_begins_anew_goes_on_after_a_place_beyond_it(bench: Bench) -> None:
+    job, log, events = bench.job, bench.bus.events, source()
+    consumer = await log.consumer(job, "scheduler", on_dead_letter=bench.on_dead_letter)
+    for number in (1, 2, 3):
+        await log.publish(numbered(events, job, number))
+    first = await consumer.next(timeout_s=PATIENT_S)
+    assert first is not None
+    await first.ack()
+    await bench.bus.streams.begin_anew(job, after_sequence=1000)
+    assert [row async for row in log.read(job)] == []
+    assert await log.publish(numbered(events, job, 4)) == 1001
+    delivery = await consumer.next(timeout_s=PATIENT_S)
+    assert delivery is not None
+    assert (delivery.sequence, number_of(delivery.event)) == (1001, 4)
 
 
 async def test_opening_a_job_again_keeps_what_it_holds(bench: Bench) -> None:

@@ -129,6 +129,29 @@ async def test_a_job_whose_nats_came_back_empty_says_so_and_resumes_at_the_first
         await _assert_finished(job)
 
 
+async def test_a_job_whose_nats_came_back_with_older_data_says_so_and_resumes_at_the_first_try(
+    servers: EmbeddedServers, tmp_path: Path
+) -> None:
+    data, older = tmp_path / "own-servers" / "nats", tmp_path / "older"
+    async with running(_job(servers), tmp_path) as job:
+        await job.until(generating(1))
+        await _kill(servers.nats)
+        shutil.copytree(data, older)
+        await servers.start()
+        await job.until(generating(2))
+        await _kill(servers.nats)
+        shutil.rmtree(data)
+        shutil.copytree(older, data)
+        await servers.start()
+        assert job.process.stderr is not None
+        said = (await job.process.stderr.read()).decode()
+        assert await job.process.wait() == 1
+    assert "NATS came back with older data" in said
+    assert "--resume" in said
+    async with running(_job(servers), tmp_path, "--resume") as job:
+        await _assert_finished(job)
+
+
 @pytest.mark.parametrize("lost", [("valkey",), ("nats",), ("nats", "valkey")], ids=["Redis", "NATS", "both"])
 @pytest.mark.parametrize("num_resumes", [0, 1], ids=["before the first resume", "after a resume"])
 async def test_a_job_whose_stores_were_lost_while_it_was_stopped_resumes_at_the_first_try(

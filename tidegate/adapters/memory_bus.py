@@ -83,6 +83,11 @@ class MemoryJobStreams:
             self._server.streams.setdefault(name, Stream(name, max_bytes, last_sequence=first))
         self._server.dead.setdefault(job, {})
 
+    async def begin_anew(self, job: JobId, *, after_sequence: int) -> None:
+        stream = self._server.stream(subjects.events_stream(job))
+        stream.messages.clear()
+        stream.last_sequence = after_sequence
+
     async def require_job(self, job: JobId) -> None:
         self._server.stream(subjects.events_stream(job))
 

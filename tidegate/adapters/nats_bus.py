@@ -91,6 +91,9 @@ class NatsJobStreams:
                     f"free disk space in the server's store_dir, or lower runtime.{key}"
                 ) from refused
 
+    async def begin_anew(self, job: JobId, *, after_sequence: int) -> None:
+        await self._link.api(f"STREAM.PURGE.{subjects.events_stream(job)}", {"seq": after_sequence + 1})
+
     async def require_job(self, job: JobId) -> None:
         await self._link.require_stream(subjects.events_stream(job))
 

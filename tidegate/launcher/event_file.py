@@ -1,8 +1,9 @@
 """A job's events in its folder: one JSON line for each event, in the form of the Control API, written as they come.
 
-The file continues over the job's attempts. The sequence of its last line says where to continue. A stream without the
-file's last event that stays is another stream (the servers' data was lost), and all of it follows. Figures do not tell
-streams apart: a later one replaces them. [test_submitting: the_file_of_events]
+The file continues over the job's attempts. The sequence of its last line says where to continue. A stream that lacks
+the file's last event that stays has lost data with its server. A resume begins it anew, far beyond the file's last
+place. Figures do not tell streams apart: a later one replaces them. [test_submitting: the_file_of_events]
+[test_event_file: where_it_has_its_last_event]
 
 Invariants:
 - Lines are whole, except the last one after a kill. The next writer cuts that one off.
@@ -26,6 +27,8 @@ from tidegate.events import is_figure
 from tidegate.json_text import parse_json
 from tidegate.lines import append_lines
 from tidegate.logs import without_credentials
+from tidegate.ports.bus import EventLog
+from tidegate.types import JobId
 from tidegate.v1 import control_pb2, events_pb2
 
 _ROOM = 1_000_000
@@ -56,6 +59,17 @@ class EventFile:
         self.sequence = sequence
         if not is_figure(event):
             self.kept = (sequence, event.id)
+
+
+async def is_log_of(kept: tuple[int, str], log: EventLog, job: JobId) -> bool:
+    """Whether the log goes on from `EventFile.kept`: it has that event at its place, or has dropped it with all before
+    it. False: the servers have lost data, all of it or the newest."""
+    sequence, event_id = kept
+    rows = await log.page(job, after_sequence=sequence - 1)
+    if rows and rows[0][0] == sequence:
+        return rows[0][1].id == event_id
+    oldest = await log.page(job, after_sequence=0)
+    return bool(rows) and oldest[0][0] > sequence
 
 
 def room_after(path: Path, *, attempt: int) -> int:

@@ -26,7 +26,7 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder
 from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.control import NotRunning, control_of
-from tidegate.launcher.event_file import EventFile
+from tidegate.launcher.event_file import EventFile, is_log_of
 from tidegate.launcher.gpu_wait import GpuWait
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
@@ -75,6 +75,8 @@ class JobFollower:
         self._is_writing = True
         self._written_to = 0
         """The sequence on the stream. Known after the stream was read."""
+        self._has_read = False
+        """The file's last event is of this stream."""
         self._submitted = 0
         self._incarnation = 1
         self._last_note = ""
@@ -127,10 +129,18 @@ class JobFollower:
             async with control_of(self._folder) as control:
                 self._accept(await control.GetJob(control_pb2.GetJobRequest(job=self._job)))
 
-    async def until_full(self) -> str:
-        """Waits until the stream of events has too little room. Returns a message with the remedy."""
+    async def until_unusable(self) -> str:
+        """Waits until the stream of events has too little room, or has lost events. Returns a message with the cause.
+
+        A stream that came back with less gives new events places that the scheduler knows as applied."""
         while True:
             with suppress(BusUnavailable):  # ask again: another task notices the death of the server
+                kept = self._file.kept if self._has_read else None
+                if kept is not None and not await is_log_of(kept, self._bus.events, self._job):
+                    return (
+                        f"NATS came back with older data: its stream of events lacks event {kept[0]}, which the job's "
+                        "folder has, so everything was stopped"
+                    )
                 if (free := await self._bus.events.free_bytes(self._job)) < LEAST_ROOM_BYTES:
                     return (
                         f"the stream of events has {free} bytes left of {self._config.runtime.events_max_bytes}, too "
@@ -140,7 +150,11 @@ class JobFollower:
             await asyncio.sleep(_LOOK_AT_ROOM_S)
 
     async def write_last_events(self) -> None:
-        """Writes the events that the file lacks."""
+        """Writes the events that the file lacks. None of a stream that came back with less: a resume begins it anew."""
+        kept = self._file.kept
+        if kept is not None and not await is_log_of(kept, self._bus.events, self._job):
+            self._log.warning("last events not written", error=f"the stream lacks event {kept[0]} of the file")
+            return
         rows = [row async for row in self._bus.events.read(self._job)]
         for sequence, event in rows:
             self._note_place(sequence, event)
@@ -203,6 +217,7 @@ class JobFollower:
             return
         try:
             self._file.append(sequence, event)
+            self._has_read = True
         except OSError as error:
             self._is_writing = False
             self._log.warning("events not written until the end", error=str(error))

@@ -26,6 +26,7 @@ from typing import Any
 
 import structlog
 
+from tidegate.adapters.nats_bus import NatsBus
 from tidegate.attempts import end_attempt
 from tidegate.config.checks.pace import budget_fault
 from tidegate.config.job_config import ConfigError, JobConfig
@@ -45,7 +46,7 @@ from tidegate.launcher.claim import (
     write_private,
 )
 from tidegate.launcher.data_check import with_checked_data
-from tidegate.launcher.event_file import room_after
+from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.outcome import End, Outcome, at_rest
@@ -62,6 +63,7 @@ from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
 from tidegate.runtime.service import connect_bus
 from tidegate.timeline import Window, read_spans, write_trace
+from tidegate.types import job_id
 from tidegate.v1 import control_pb2
 
 SOURCE = "launcher"
@@ -268,13 +270,16 @@ class _Run:
         )
 
     async def _with_services(self) -> End:
+        room = room_after(self._folder.events, attempt=self._claim.attempt.number)
         async with AsyncExitStack() as closing:
             bus = await connect_bus(
                 self._config,
                 name=SOURCE,
-                opens_after=room_after(self._folder.events, attempt=self._claim.attempt.number),
+                opens_after=room,
             )
             closing.push_async_callback(bus.close)
+            if not await self._goes_on_from_the_file(bus):
+                await bus.streams.begin_anew(job_id(self._config.job), after_sequence=room)
             self._follower = JobFollower(bus, self._config, self._folder, self._view)
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(
@@ -293,11 +298,16 @@ class _Run:
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
             return await _first_of(
-                self._follower.end(), self._services_failed(services), self._events_full(self._follower)
+                self._follower.end(), self._services_failed(services), self._events_unusable(self._follower)
             )
 
-    async def _events_full(self, follower: JobFollower) -> End:
-        raise RunBroken(await follower.until_full())
+    async def _goes_on_from_the_file(self, bus: NatsBus) -> bool:
+        """Whether the stream of a job that is resumed has what its folder has."""
+        kept = EventFile(self._folder.events).kept if self._request.start is Start.RESUME else None
+        return kept is None or await is_log_of(kept, bus.events, job_id(self._config.job))
+
+    async def _events_unusable(self, follower: JobFollower) -> End:
+        raise RunBroken(await follower.until_unusable())
 
     async def _keep_events(self, follower: JobFollower) -> None:
         if not self._has_bus:

@@ -120,6 +120,10 @@ class JobStreams(Protocol):
         """
         ...
 
+    async def begin_anew(self, job: JobId, *, after_sequence: int) -> None:
+        """Removes all events of the job. The next one gets a place after this sequence, which is beyond them."""
+        ...
+
     async def require_job(self, job: JobId) -> None:
         """JobNotOpen when the job has no streams: nobody has opened it, or the bus has lost its data."""
         ...

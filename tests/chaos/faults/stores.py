@@ -55,7 +55,8 @@ class StoresAway(Fault):
 
     @property
     def loses_records(self) -> bool:
-        return self.comes_back != WITH_DATA
+        # What Redis loses is made again, and the accounts come from the folder's events.
+        return self.may_stop
 
     async def inflict(self, world: World) -> str:
         stores = _stores(world)

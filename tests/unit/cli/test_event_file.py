@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.launcher.event_file import EventFile, read_events
+from tidegate.adapters.memory_bus import MemoryBus
+from tidegate.events import EventSource
+from tidegate.launcher.event_file import EventFile, is_log_of, read_events
+from tidegate.ports.bus import BusLimits, StateCopy
+from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 
@@ -17,6 +21,32 @@ def an_event(number: int) -> events_pb2.Event:
 
 def sequences(path: Path) -> list[int]:
     return [row.stream_sequence for row in read_events(path)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "dropped", "want"),
+    [
+        pytest.param((20, "launcher/1/20"), 0, True, id="it has the event"),
+        pytest.param((19, "launcher/1/20"), 0, False, id="it has another one in that place"),
+        pytest.param((21, "launcher/1/21"), 0, False, id="it ends before"),
+        pytest.param((3, "launcher/1/3"), 10, True, id="it has dropped it with all before it"),
+    ],
+)
+async def test_a_log_is_the_files_where_it_has_its_last_event(kept: tuple[int, str], dropped: int, want: bool) -> None:
+    bus, job = MemoryBus(BusLimits(kept_events=8)), JobId("small")
+    await bus.streams.open_job(job)
+    source = EventSource("launcher", role=None, boot=1, now_ns=lambda: 1)
+    for _ in range(20):
+        await bus.events.publish(source.event(events_pb2.Failed(), job=job, incarnation=1))
+    await bus.copies.keep(job, StateCopy(20, b"state"))
+    await bus.copies.drop_events(job, until=dropped)
+    assert await is_log_of(kept, bus.events, job) is want
+
+
+async def test_a_log_without_events_is_not_the_files() -> None:
+    bus = MemoryBus()
+    await bus.streams.open_job(JobId("small"))
+    assert not await is_log_of((1, "launcher/1/1"), bus.events, JobId("small"))
 
 
 def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
