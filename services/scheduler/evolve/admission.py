@@ -23,7 +23,7 @@ from services.scheduler.state.components import role_of_instance
 from services.scheduler.state.observed import Generation, Inferring, Training
 from tidegate.types import Grant
 
-MAX_AHEAD = 256
+MAX_AHEAD = 64
 """How many sequences the state remembers after a gap. Sources publish in order and retry at once, so a gap is a few
 events long. Beyond this number, the missing event counts as never published."""
 
