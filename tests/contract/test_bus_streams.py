@@ -103,6 +103,7 @@ async def test_a_log_that_begins_anew_goes_on_after_a_place_beyond_it(bench: Ben
     await first.ack()
     await bench.bus.streams.begin_anew(job, after_sequence=1000)
     assert [row async for row in log.read(job)] == []
+    assert await log.last_sequence(job) == 1000
     assert await log.publish(numbered(events, job, 4)) == 1001
     delivery = await consumer.next(timeout_s=PATIENT_S)
     assert delivery is not None

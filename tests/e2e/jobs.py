@@ -141,7 +141,7 @@ class RunningJob:
         for process in self.processes():
             with suppress(psutil.Error):
                 command = process.cmdline()
-                is_it = module in command or Path(command[0]).name.startswith(module)
+                is_it = module in command or Path("".join(command[:1])).name.startswith(module)
                 of_node = not node or node in command or any(part.endswith(f"@{node}.sock") for part in command)
                 if is_it and of_node and not _is_worker(process):
                     return process

@@ -143,6 +143,9 @@ class MemoryEventLog:
                     found.append((sequence, decode_event(stored.payload)))
         return found
 
+    async def last_sequence(self, job: JobId) -> int:
+        return self._server.stream(subjects.events_stream(job)).last_sequence
+
     async def free_bytes(self, job: JobId) -> int:
         return self._server.stream(subjects.events_stream(job)).free_bytes
 

@@ -165,6 +165,9 @@ class NatsEventLog:
         raws = await self._link.read(subjects.events_stream(job), from_sequence=after_sequence + 1)
         return [(stored_sequence(raw), event) for raw in raws if (event := _read_event(job, raw)) is not None]
 
+    async def last_sequence(self, job: JobId) -> int:
+        return int((await self._link.require_stream(subjects.events_stream(job)))["state"]["last_seq"])
+
     async def free_bytes(self, job: JobId) -> int:
         stream = await self._link.require_stream(subjects.events_stream(job))
         return int(stream["config"]["max_bytes"]) - int(stream["state"]["bytes"])

@@ -170,6 +170,10 @@ class EventLog(Protocol):
         leaves out messages that cannot be decoded."""
         ...
 
+    async def last_sequence(self, job: JobId) -> int:
+        """The place of the last event that was stored, also where it is dropped. 0 before the first."""
+        ...
+
     async def free_bytes(self, job: JobId) -> int:
         """About how many bytes the stream still accepts: a server adds some bytes to each event."""
         ...

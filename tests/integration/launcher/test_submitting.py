@@ -213,23 +213,6 @@ async def test_only_an_event_that_the_file_has_is_dropped_from_the_stream(tmp_pa
     assert sequences(folder) == list(range(1, 601))
 
 
-async def test_a_stream_that_came_back_with_less_than_the_file_ends_the_run(tmp_path: Path) -> None:
-    async with followed(tmp_path) as run:
-        await run.follower.submit(run.source, resume=False, checkpoint=None)
-        job = JobId(run.folder.root.name)
-        for _ in range(5):
-            await run.bus.events.publish(run.source.event(events_pb2.Failed(), job=job, incarnation=1))
-        following = asyncio.create_task(run.follower.end())
-        while not run.folder.events.exists() or sequences(run.folder)[-1:] != [6]:
-            await asyncio.wait({following}, timeout=BEAT_S / 10)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(run.follower.until_unusable(), BEAT_S)
-        await run.bus.streams.begin_anew(job, after_sequence=6)
-        said = await asyncio.wait_for(run.follower.until_unusable(), PATIENCE_S)
-        await end_task(following)
-    assert said.startswith("NATS came back with older data: its stream of events lacks event 6, ")
-
-
 def sequences(folder: JobFolder) -> list[int]:
     return [row.stream_sequence for row in read_events(folder.events)]
 

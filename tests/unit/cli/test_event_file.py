@@ -28,7 +28,7 @@ def sequences(path: Path) -> list[int]:
     [
         pytest.param((20, "launcher/1/20"), 0, True, id="it has the event"),
         pytest.param((19, "launcher/1/20"), 0, False, id="it has another one in that place"),
-        pytest.param((21, "launcher/1/21"), 0, False, id="it ends before"),
+        pytest.param((22, "launcher/1/21"), 0, False, id="it ends before"),
         pytest.param((3, "launcher/1/3"), 10, True, id="it has dropped it with all before it"),
     ],
 )
