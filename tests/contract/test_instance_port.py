@@ -185,6 +185,31 @@ async def test_the_death_of_a_worker_that_took_a_gpu_frees_it(port: Port, node: 
     assert not node.gate.is_held(grant().gpu)
 
 
+async def test_a_standby_that_died_unseen_keeps_no_gpu(tmp_path: Path, channels: Channels) -> None:
+    """Its fork server is stopped, so that nobody tells the service of the death."""
+    with fork_server(tmp_path / "fork.sock") as server:
+        launcher = await ForkServerLauncher.connect(tmp_path / "fork.sock", timeout_s=20)
+        node = Node("n0", tmp_path, launcher, source=GrpcShardSource(channels.connect))
+        await node.workers.start([STANDING_BY])
+        (reply,) = await replies(node.instance, STANDING_BY, about("pid"))
+        server.send_signal(signal.SIGSTOP)
+        os.kill(int(reply.started.detail), signal.SIGKILL)
+        await _until_zombie(int(reply.started.detail))
+        with pytest.raises(WorkerGone, match=r"cannot take it under 1\.1: it is dead"):
+            await node.workers.start([grant()])
+        assert not node.gate.is_held(grant().gpu)
+        server.send_signal(signal.SIGCONT)
+        await node.workers.start([grant(counter=2)])
+        assert node.gate.is_held(grant().gpu)
+        await node.workers.aclose()
+        await launcher.close()
+
+
+async def _until_zombie(pid: int) -> None:
+    while (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        await asyncio.sleep(0.001)
+
+
 async def test_a_start_that_is_refused_leaves_a_standby_worker_as_it_was(port: Port, node: Node) -> None:
     await port.start_workers(JOB, "t1", [STANDING_BY])
     held = node.gate.acquire(grant("n0/1", counter=5))

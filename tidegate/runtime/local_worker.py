@@ -96,9 +96,16 @@ class LocalWorker:
         finally:
             del self._open[call_id]
 
-    def take_gpu(self, hold: GateHold) -> None:
-        """Hands the hold to the worker: the GPU is the worker's now."""
-        hand_over(hold, self._holds)
+    async def take_gpu(self, hold: GateHold) -> None:
+        """Hands the hold to the worker: the GPU is the worker's now. WorkerGone when it is dead: the GPU is free."""
+        try:
+            hand_over(hold, self._holds)
+        except OSError as error:
+            await self.until_dead()
+            raise WorkerGone(
+                f"the worker that stands by on {hold.grant.gpu} cannot take it under {hold.grant.token}: it is dead "
+                f"({error}; its log: {self._log_path})"
+            ) from error
         self.grant, self._held_since_ns = hold.grant, time.monotonic_ns()
 
     async def stand_down(self, *, timeout_s: float) -> None:
@@ -208,7 +215,10 @@ class LocalWorker:
 def hand_over(hold: GateHold, holds: socket.socket) -> None:
     """Puts the lock into the queue of the worker's socket.
 
-    From now on the lock lasts as long as the queue, or until the worker takes it out and closes it.
+    From now on the lock lasts as long as the queue, or until the worker takes it out and closes it. OSError where
+    nobody can take it out any more: then the lock is free.
     """
-    socket.send_fds(holds, [b"h"], [hold.fileno()])
-    hold.close()
+    try:
+        socket.send_fds(holds, [b"h"], [hold.fileno()])
+    finally:
+        hold.close()

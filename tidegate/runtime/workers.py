@@ -168,7 +168,7 @@ class LocalWorkers:
             if running is not None and running.is_alive and running.grant == grant:
                 return _Outcome.RAN
             if running is not None and running.is_alive and running.grant.stands_by:
-                running.take_gpu(self._gate.acquire(grant))
+                await running.take_gpu(self._gate.acquire(grant))
                 return _Outcome.TOOK_GPU
             if running is not None and running.is_alive and grant.stands_by:
                 raise GateClosed(
