@@ -25,6 +25,7 @@ from tidegate.ownership.records import UnknownGpu
 from tidegate.runtime.crew import InstancePort, WorkerGone, WorkerRefused
 from tidegate.runtime.fork_client import ForkServerLauncher
 from tidegate.runtime.instance import LocalInstance
+from tidegate.runtime.launch import until_readable
 from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
 from tidegate.types import NO_TOKEN, Grant, Token
 from tidegate.v1 import instance_pb2, instance_pb2_grpc
@@ -193,8 +194,10 @@ async def test_a_standby_that_died_unseen_keeps_no_gpu(tmp_path: Path, channels:
         await node.workers.start([STANDING_BY])
         (reply,) = await replies(node.instance, STANDING_BY, about("pid"))
         server.send_signal(signal.SIGSTOP)
+        pidfd = os.pidfd_open(int(reply.started.detail))
         os.kill(int(reply.started.detail), signal.SIGKILL)
-        await _until_zombie(int(reply.started.detail))
+        await until_readable(pidfd)
+        os.close(pidfd)
         with pytest.raises(WorkerGone, match=r"cannot take it under 1\.1: it is dead"):
             await node.workers.start([grant()])
         assert not node.gate.is_held(grant().gpu)
@@ -203,11 +206,6 @@ async def test_a_standby_that_died_unseen_keeps_no_gpu(tmp_path: Path, channels:
         assert node.gate.is_held(grant().gpu)
         await node.workers.aclose()
         await launcher.close()
-
-
-async def _until_zombie(pid: int) -> None:
-    while (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        await asyncio.sleep(0.001)
 
 
 async def test_a_start_that_is_refused_leaves_a_standby_worker_as_it_was(port: Port, node: Node) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.contract.store_bench import JOB, ONE, TWO, attached, servers, store, world
+from tests.contract.store_bench import GPUS, JOB, ONE, TWO, attached, servers, store, world
 from tests.contract.store_worlds import World
+from tidegate.adapters import tables
 from tidegate.adapters.cell_store import CellStore
-from tidegate.ownership.records import VersionConflict
+from tidegate.adapters.cells import Cell, Session
+from tidegate.ownership.records import StoreDamaged, VersionConflict
 from tidegate.ports.store import JobState
-from tidegate.types import CommandId, JobId
+from tidegate.types import CommandId, JobId, Role
 
 __all__ = ["servers", "store", "world"]
 
@@ -84,3 +87,28 @@ class TestCommandsAndBoots:
         boots = await asyncio.gather(*(client.next_boot(ONE) for client in clients))
         assert sorted(boots) == [first + number for number in (1, 2, 3, 4)]
         assert await store.next_boot(TWO) == first
+
+
+_READS: dict[Cell, Callable[[CellStore], Awaitable[object]]] = {
+    tables.gpu_cell(GPUS[0]): lambda store: store.gpus(),
+    Cell("open", "job/1/t1"): lambda store: store.ownership(JOB),
+    tables.state_cell(JOB): lambda store: store.load(JOB),
+    tables.lead_cell(JOB, Role.ACTOR): lambda store: store.campaign(
+        JOB, Role.ACTOR, instance=ONE, endpoint="127.0.0.1:1", ttl_ms=1
+    ),
+    Cell("leases", ONE): lambda store: store.expired(),
+    Cell("boots", ONE): lambda store: store.next_boot(ONE),
+}
+
+
+@pytest.mark.parametrize("cell", _READS, ids=lambda cell: cell.table)
+async def test_a_damaged_value_is_told_by_name_with_the_remedy_and_stays(
+    world: World, store: CellStore, cell: Cell
+) -> None:
+    found = await store.identity()
+    session = Session(found.run_id, found.term)
+    before = (await world.cells().read(session, cells=(cell,))).cells
+    await world.cells().swap(session, expected=before, writes={cell: b"\xffgarbage"})
+    with pytest.raises(StoreDamaged, match=rf"'{cell.field}' of {cell.table} is damaged: .*garbage.*--resume"):
+        await _READS[cell](store)
+    assert (await world.cells().read(session, cells=(cell,))).cells == {cell: b"\xffgarbage"}

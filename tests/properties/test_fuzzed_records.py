@@ -40,6 +40,7 @@ from tidegate.ownership.records import (
     Part,
     PartKind,
     StaleToken,
+    StoreDamaged,
     Transition,
     decode_gpu,
     decode_transition,
@@ -97,8 +98,13 @@ def test_a_transition_of_any_bytes_is_read_or_refused(encoded: bytes) -> None:
 @fuzzed
 @given(damaged_json([json.loads(tables.encode_lead(LEAD))]))
 def test_a_leads_record_of_any_bytes_is_read_or_refused(encoded: bytes) -> None:
-    lead = value_or_refusal(tables.read_lead, encoded, ValueError)
-    assert lead is None or tables.read_lead(tables.encode_lead(lead)) == lead
+    cell = tables.lead_cell(JOB, Role.ACTOR)
+
+    def read(found: bytes) -> LeadRecord | None:
+        return tables.read_lead(Reading(0, {}, {cell: found}), cell)
+
+    lead = value_or_refusal(read, encoded, StoreDamaged)
+    assert lead is None or read(tables.encode_lead(lead)) == lead
 
 
 @fuzzed
@@ -107,7 +113,7 @@ def test_a_written_state_of_any_bytes_is_read_or_refused(encoded: bytes) -> None
     def read(found: bytes) -> JobState | None:
         return tables.read_job_state(Reading(0, {}, {tables.state_cell(JOB): found}), JOB)
 
-    state = value_or_refusal(read, encoded, ValueError)
+    state = value_or_refusal(read, encoded, StoreDamaged)
     assert state is None or read(tables.encode_job_state(state)) == state
 
 
@@ -123,7 +129,7 @@ def test_counts_of_any_bytes_are_read_or_refused_and_stay(found: dict[str, bytes
             server.write({Cell(table, name): value})
         for calls in (store.expired, lambda: store.next_boot(name), lambda: store.renew(name, ttl_ms=5)):
             before = {table: server.read_cell(Cell(table, name)) for table in found}
-            with suppress(ValueError):
+            with suppress(StoreDamaged):
                 await calls()
                 continue
             assert {table: server.read_cell(Cell(table, name)) for table in found} == before

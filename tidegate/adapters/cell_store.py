@@ -5,6 +5,7 @@ Invariants:
   [test_store_records: many_states_saved_at_once]
 - A `decide` function writes nothing when its effect is already there, so any call may be repeated.
   [test_store_ownership: step_repeated_changes_nothing]
+- A value that is none of its cell's is told by name. [test_store_records: told_by_name]
 - A call without an answer is repeated a few times, each time with a new decision on the store's contents. Then it fails
   with StoreUnavailable. A call waits at most for these repeats and the adapter's own deadlines.
   [test_redis_store: given_up_in_bounded_time]
@@ -34,7 +35,6 @@ from tidegate.ownership.records import (
     Transition,
     UnknownTransition,
     VersionConflict,
-    decode_gpu,
     decode_transition,
     encode_gpu,
     transition_number,
@@ -80,11 +80,9 @@ class CellStore:
 
     async def contents(self) -> StoreContents:
         reading = await self._repeated(lambda: self._cells.read(None, tables=("gpus", "open")))
-        gpus = [decode_gpu(each) for each in reading.tables["gpus"].values()]
-        opened = [decode_transition(each) for each in reading.tables["open"].values()]
         return StoreContents(
-            gpus=tuple(sorted(gpus, key=lambda each: each.gpu)),
-            transitions=tuple(sorted(opened, key=lambda each: each.id)),
+            gpus=tuple(tables.read_gpus(reading).values()),
+            transitions=tuple(sorted(tables.read_open(reading), key=lambda each: each.id)),
         )
 
     async def adopt(self, *, expected: Identity, term: int, rebuilt: StoreContents) -> Identity:
@@ -108,7 +106,7 @@ class CellStore:
             )
 
     async def gpus(self) -> dict[GpuId, GpuRecord]:
-        return _gpus(await self._read(tables=("gpus",)))
+        return tables.read_gpus(await self._read(tables=("gpus",)))
 
     async def register(self, gpus: tuple[GpuId, ...]) -> None:
         term = self._attached().term
@@ -127,15 +125,14 @@ class CellStore:
 
     async def transitions(self, job: JobId) -> tuple[Transition, ...]:
         reading = await self._read(tables=("open", f"closed:{job}"))
-        opened = [decode_transition(each) for each in reading.tables["open"].values()]
-        return _of_job(job, opened, reading.tables[f"closed:{job}"])
+        return _of_job(job, tables.read_open(reading), reading.tables[f"closed:{job}"])
 
     async def current_transitions(self, job: JobId, *, known: Collection[TransitionId] = ()) -> tuple[Transition, ...]:
         return _current(await self._read(tables=("open",), cells=_closed_cells(job, known)), job)
 
     async def ownership(self, job: JobId, *, known: Collection[TransitionId] = ()) -> Ownership:
         reading = await self._read(tables=("gpus", "open"), cells=_closed_cells(job, known))
-        return Ownership(reading.now_unix_ms, _gpus(reading), _current(reading, job))
+        return Ownership(reading.now_unix_ms, tables.read_gpus(reading), _current(reading, job))
 
     async def forget_transitions(self, job: JobId, *, keep: int) -> None:
         closed = f"closed:{job}"
@@ -203,7 +200,7 @@ class CellStore:
         cell, term = tables.lead_cell(job, role), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, LeadRecord]:
-            stored = tables.read_lead(reading.cells[cell])
+            stored = tables.read_lead(reading, cell)
             if stored and stored.instance != instance and stored.expires_unix_ms > reading.now_unix_ms:
                 return {}, stored
             epoch = _next_count(stored.epoch if stored else 0, term)
@@ -216,7 +213,7 @@ class CellStore:
         cell = tables.lead_cell(lead.job, lead.role)
 
         def decide(reading: Reading) -> tuple[Writes, LeadRecord | None]:
-            stored = tables.read_lead(reading.cells[cell])
+            stored = tables.read_lead(reading, cell)
             if stored is None or stored.epoch != lead.epoch or stored.expires_unix_ms == tables.RESIGNED:
                 return {}, None
             renewed = replace(stored, expires_unix_ms=reading.now_unix_ms + ttl_ms)
@@ -228,7 +225,7 @@ class CellStore:
         cell = tables.lead_cell(lead.job, lead.role)
 
         def decide(reading: Reading) -> tuple[Writes, None]:
-            stored = tables.read_lead(reading.cells[cell])
+            stored = tables.read_lead(reading, cell)
             if stored is None or stored.epoch != lead.epoch or stored.expires_unix_ms == tables.RESIGNED:
                 return {}, None
             return {cell: tables.encode_lead(replace(stored, expires_unix_ms=tables.RESIGNED))}, None
@@ -369,18 +366,13 @@ def _next_count(last: int, term: int) -> int:
     return max(last, term * COUNTS_PER_TERM) + 1
 
 
-def _gpus(reading: Reading) -> dict[GpuId, GpuRecord]:
-    records = [decode_gpu(each) for each in reading.tables["gpus"].values()]
-    return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
-
-
 def _closed_cells(job: JobId, known: Collection[TransitionId]) -> tuple[Cell, ...]:
     return tuple(tables.closed_cell(job, each) for each in sorted(known))
 
 
 def _current(reading: Reading, job: JobId) -> tuple[Transition, ...]:
     closed = {cell.field: text for cell, text in reading.cells.items() if text is not None}
-    return _of_job(job, [decode_transition(text) for text in reading.tables["open"].values()], closed)
+    return _of_job(job, tables.read_open(reading), closed)
 
 
 def _of_job(job: JobId, opened: Iterable[Transition], closed: Mapping[str, bytes]) -> tuple[Transition, ...]:

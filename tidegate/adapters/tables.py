@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import TypeVar
 
 from tidegate.adapters.cells import Cell, Reading, Writes
 from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.ownership.records import (
     GpuRecord,
+    StoreDamaged,
     Transition,
     UnknownGpu,
     decode_gpu,
@@ -30,6 +32,8 @@ from tidegate.ownership.records import (
 )
 from tidegate.ports.store import JobState, LeadRecord
 from tidegate.types import GpuId, InstanceId, JobId, Role, TransitionId
+
+T = TypeVar("T")
 
 _COUNT = re.compile(rb"[0-9]{1,18}")
 _HEAD = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
@@ -62,14 +66,35 @@ def transition_cells(transition: Transition) -> tuple[Cell, ...]:
     return (open_cell(transition), closed_cell(transition.job, transition.id), *gpus)
 
 
+def read_as(decode: Callable[[bytes], T], found: bytes, cell: Cell) -> T:
+    """The value in a cell. StoreDamaged: the cell holds something else."""
+    try:
+        return decode(found)
+    except ValueError as error:
+        raise StoreDamaged(
+            f"the store's field '{cell.field}' of {cell.table} is damaged: {error}; end the job, remove the data of "
+            "its stores (embedded: tidegate prune JOB --resumable --yes), and go on from its checkpoint with --resume"
+        ) from error
+
+
 def read_transition(reading: Reading, transition: Transition) -> Transition | None:
-    found = reading.cells[open_cell(transition)] or reading.cells[closed_cell(transition.job, transition.id)]
-    return None if found is None else decode_transition(found)
+    for cell in (open_cell(transition), closed_cell(transition.job, transition.id)):
+        if found := reading.cells[cell]:
+            return read_as(decode_transition, found, cell)
+    return None
+
+
+def read_open(reading: Reading) -> list[Transition]:
+    opened = reading.tables["open"].items()
+    return [read_as(decode_transition, found, Cell("open", name)) for name, found in opened]
 
 
 def read_gpus(reading: Reading) -> dict[GpuId, GpuRecord]:
-    found = [decode_gpu(each) for cell, each in reading.cells.items() if cell.table == "gpus" and each is not None]
-    return {record.gpu: record for record in found}
+    """Those of the cells and of the table that were read, in order of name."""
+    found = {cell: each for cell, each in reading.cells.items() if cell.table == "gpus" and each is not None}
+    found.update({gpu_cell(GpuId(name)): each for name, each in reading.tables.get("gpus", {}).items()})
+    records = [read_as(decode_gpu, each, cell) for cell, each in found.items()]
+    return {record.gpu: record for record in sorted(records, key=lambda each: each.gpu)}
 
 
 def known_gpu(gpus: Mapping[GpuId, GpuRecord], gpu: GpuId) -> GpuRecord:
@@ -79,9 +104,12 @@ def known_gpu(gpus: Mapping[GpuId, GpuRecord], gpu: GpuId) -> GpuRecord:
 
 
 def read_job_state(reading: Reading, job: JobId) -> JobState | None:
-    found = reading.cells[state_cell(job)]
-    if found is None:
-        return None
+    cell = state_cell(job)
+    found = reading.cells[cell]
+    return None if found is None else read_as(_decode_job_state, found, cell)
+
+
+def _decode_job_state(found: bytes) -> JobState:
     head = _HEAD.match(found)
     if head is None:
         raise ValueError(f"not a job's state: {found[:60]!r}; it must begin with its number of writes and its version")
@@ -92,9 +120,12 @@ def encode_job_state(state: JobState) -> bytes:
     return b"%d %d\n%b" % (state.write, state.version, state.payload)
 
 
-def read_lead(found: bytes | None) -> LeadRecord | None:
-    if found is None:
-        return None
+def read_lead(reading: Reading, cell: Cell) -> LeadRecord | None:
+    found = reading.cells[cell]
+    return None if found is None else read_as(_decode_lead, found, cell)
+
+
+def _decode_lead(found: bytes) -> LeadRecord:
     try:
         fields = parse_json(found)
         return LeadRecord(
@@ -110,11 +141,13 @@ def read_lead(found: bytes | None) -> LeadRecord | None:
 
 
 def read_count(found: bytes | None, cell: Cell) -> int:
-    """The number in a cell; 0 for an empty one. ValueError: the cell holds something else."""
-    if found is None:
-        return 0
+    """The number in a cell; 0 for an empty one. StoreDamaged: the cell holds something else."""
+    return 0 if found is None else read_as(_decode_count, found, cell)
+
+
+def _decode_count(found: bytes) -> int:
     if not _COUNT.fullmatch(found):
-        raise ValueError(f"not a number: {found[:60]!r} in {cell.table}, field {cell.field!r}")
+        raise ValueError(f"not a number: {found[:60]!r}")
     return int(found)
 
 

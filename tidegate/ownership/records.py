@@ -41,6 +41,10 @@ class StoreNotAdopted(RuntimeError):
     """The store is not open under the (run id, term) of this client: it restarted, failed over or was never adopted."""
 
 
+class StoreDamaged(ValueError):
+    """A value in the store is none that Tidegate writes. The message names it and gives the remedy."""
+
+
 class StaleToken(RuntimeError):
     """The token of a write is no longer the GPU's token: the GPU has had another owner since."""
 
