@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from services.scheduler.policy.registry import policy_of
+from services.scheduler.shell.bus_state import told_by_bus
 from services.scheduler.shell.codecs.state_codec import job_spec
 from services.scheduler.shell.control import ControlServicer, write_endpoint
 from services.scheduler.shell.issuer import Issuer
@@ -28,6 +29,7 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
 from tidegate.logs import configure_logging
 from tidegate.moves_log import MovesLog
+from tidegate.ownership.adoption import GateReports
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connect_bus, stop_signal
@@ -51,7 +53,11 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         channels = Channels(default_timeout_s=config.runtime.command_deadline_s)
         closing.push_async_callback(channels.close)
         peers = Peers(channels)
-        boot = await open_store(store, bus.term, lambda: peers.gate_reports(None), name=InstanceId(SOURCE))
+
+        async def gate_reports() -> GateReports:
+            return await peers.gate_reports(await told_by_bus(bus.events, bus.copies, job))
+
+        boot = await open_store(store, bus.term, gate_reports, name=InstanceId(SOURCE))
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)

@@ -46,6 +46,7 @@ from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.pacing import Pace
 from services.scheduler.decide.turn import Turn, begin, checked, finish
 from services.scheduler.policy import Policy
+from services.scheduler.shell.bus_state import read_events
 from services.scheduler.shell.codecs.state_codec import StateEncoder, decode_state, event_of
 from services.scheduler.shell.issuer import Issuer
 from services.scheduler.shell.store_clock import StoreClock
@@ -302,7 +303,8 @@ class SchedulerService:
                 await delivery.dead_letter(str(error))
             if delivery.sequence <= held:
                 return []
-        events = await self._read(after=held, until=delivery.sequence if delivery else 0)
+        until = delivery.sequence if delivery else 0
+        events = await read_events(self._ports.events, self._job, after=held, until=until)
         if delivered is not None and all(each.stream_sequence != delivered.stream_sequence for each in events):
             events = sorted([*events, delivered], key=lambda each: each.stream_sequence or 0)
         return events
@@ -312,25 +314,12 @@ class SchedulerService:
         folded these."""
         if until <= state.applied_seq:
             return ()
-        read = await self._read(after=state.applied_seq, until=until)
+        read = await read_events(self._ports.events, self._job, after=state.applied_seq, until=until)
         missed = tuple(each for each in read if (each.stream_sequence or 0) <= until)
         if all(isinstance(each.body, ev.Figure) for each in missed):
             return ()
         self._log.warning("the store lost the state", applied_seq=state.applied_seq, num_events=len(missed))
         return missed
-
-    async def _read(self, *, after: int, until: int) -> list[ev.Event]:
-        """The stream's next events, at least until the sequence `until`."""
-        events: list[ev.Event] = []
-        while page := await self._ports.events.page(self._job, after_sequence=after):
-            for sequence, message in page:
-                # One that cannot be read is dead-lettered at its delivery.
-                with suppress(WireError):
-                    events.append(event_of(message, stream_sequence=sequence))
-            after = page[-1][0]
-            if after >= until:
-                break
-        return events
 
     async def _ownership(self, state: ClusterState) -> tuple[int, ev.OwnershipObserved | None]:
         """The store's time and its records of the job's GPUs and transitions. None before the job is submitted.
