@@ -106,6 +106,7 @@ async def test_a_failure_that_is_fatal_ends_the_job_and_names_the_sample(tmp_pat
         assert await job.process.wait() == 1
         end = json.loads(job.folder.result.read_text())
     assert end["end"] == "failed"
+    assert end["message"].endswith(" --resume")
     assert "reward grading:share on sample 1.0." in end["message"]
     assert (
         f"/train.jsonl:5) raised KeyError: 'no such colour' at {tmp_path}/grading.py:10 in share; on_error: zero would"

@@ -8,6 +8,7 @@ Order:
 
 Invariants:
 - One launcher at a time runs a job. Its lock dies with it. [test_claim: second_launcher_is_refused]
+- A damaged config.json ends no job: each start has a copy. [test_claim: config_is_damaged]
 - Files of an older run are removed only on request. [test_claim: fresh_start_over_an_older_run]
 - A resumed run keeps everything that decides its samples. [test_claim: resumed_run_may_not_change_what_decides]
 - It may have more iterations, and other GPUs and layouts. [test_claim: resumed_run_may_have_more_iterations]
@@ -33,10 +34,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tidegate.attempts import AttemptFolder, begin_attempt
+import yaml
+
+from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt
 from tidegate.checkpoint_names import set_aside
 from tidegate.config.engines.registry import deciding
-from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.schedule import leave_out_schedule, rules_of, schedule_of
 from tidegate.config.sections.lr import RESUME_KEYS
 from tidegate.job import Job, JobFolder, tokenizer_file
@@ -108,11 +111,19 @@ def host_memory_folder(config: JobConfig) -> Path:
 
 
 def saved_config(folder: JobFolder) -> JobConfig | None:
-    """The config of the job's last start. None where there is no job."""
+    """The config of the job's last start. None where there is no job.
+
+    Where the file is damaged, the newest start's own copy counts. ConfigError: that one is damaged too.
+    """
     try:
         return JobConfig.read(folder.config)
     except FileNotFoundError:
         return None
+    except ConfigError:
+        copy = newest_attempt(folder.root).config
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
+            return parse_config(yaml.safe_load(copy.read_text()))
+        raise
 
 
 @contextmanager

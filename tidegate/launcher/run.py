@@ -207,17 +207,22 @@ class _Run:
         try:
             end = await self._with_servers()
             message = self._status().message
+            if end is End.FAILED:
+                message = self._going_on(message)
         except asyncio.CancelledError:
             if not signals:
                 raise
-            message = f"stopped by {signals[0].name}; go on with it: {self._request.resume_command}"
+            message = self._going_on(f"stopped by {signals[0].name}")
         except JobNotOpen as error:
-            lost = "NATS has lost the job's streams, so everything was stopped"
-            message = f"{lost} ({error}); go on with it: {self._request.resume_command}"
+            message = self._going_on(f"NATS has lost the job's streams, so everything was stopped ({error})")
         except (RunBroken, ServerFailed, FolderInUse, BusUnavailable, StreamFull) as error:
-            message = f"{error}; go on with it: {self._request.resume_command}"
+            message = self._going_on(str(error))
         self._log.info("over", end=end, message=message)
         return self._record_outcome(end, message, signals)
+
+    def _going_on(self, why: str) -> str:
+        mark = "\n" if "\n" in why else "; "  # a traceback has lines of its own
+        return f"{why}{mark}go on with it: {self._request.resume_command}"
 
     def _status(self) -> control_pb2.GetJobResponse:
         return self._follower.status if self._follower else control_pb2.GetJobResponse(job=self._config.job)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.cli.configs import small_config, small_file
 from tests.unit.cli.configs_on_data import RIGHT, on_data
-from tidegate.attempts import attempts_in
+from tidegate.attempts import attempts_in, newest_attempt
 from tidegate.config.files import load_config
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import rules_of, schedule_of
@@ -57,6 +57,21 @@ def test_a_claimed_folder_holds_a_private_config_with_absolute_paths(tmp_path: P
         assert stat.S_IMODE(host_memory_folder(config).stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"seed": 1', b"\xff", b"[]", b'{"job": "small"}'])
+def test_a_job_whose_config_is_damaged_goes_on_with_the_copy_of_its_last_start(tmp_path: Path, damage: bytes) -> None:
+    run_once(tmp_path)
+    folder = JobFolder.of(small_config(tmp_path))
+    before = saved_config(folder)
+    folder.config.write_bytes(damage)
+    assert saved_config(folder) == before
+    run_once(tmp_path, Start.RESUME)
+    assert JobConfig.read(folder.config) == before
+    folder.config.write_bytes(damage)
+    newest_attempt(folder.root).config.write_text("seed: [")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(folder.config))} is damaged"):
+        run_once(tmp_path, Start.RESUME)
+
+
 def test_a_resume_sets_checkpoints_aside_whose_manifests_cannot_be_read(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
@@ -81,16 +96,6 @@ def test_a_damaged_record_of_the_end_stops_no_resume(tmp_path: Path) -> None:
 
     assert run_once(tmp_path, Start.RESUME) > first
     assert not result.exists()
-
-
-def test_a_resume_names_the_config_that_is_damaged(tmp_path: Path) -> None:
-    job = load_job(small_config(tmp_path))
-    with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
-        text = first.folder.config.read_text()
-    for damaged in (text[: len(text) // 2].encode(), b"\xff\xfe", b"[]", b'{"job": "small"}'):
-        first.folder.config.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=rf"^{re.escape(str(first.folder.config))} is damaged"):
-            claim_folder(job, Start.RESUME, now_unix_s=0.0).__enter__()
 
 
 def test_each_start_is_an_attempt_of_its_own_and_a_forced_one_counts_from_one_again(tmp_path: Path) -> None:
