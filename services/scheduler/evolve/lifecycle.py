@@ -4,6 +4,7 @@ Invariants:
 - A submission counts once, however often its event comes. [test_lifecycle: submission_that_comes_twice]
 - A finished job goes on only with more iterations. [test_lifecycle: finished_job_goes_on]
 - A resume waits for no GPU of a node that its config left out. [test_lifecycle: without_a_node_that_it_had]
+- A resume takes the store's records as they are, older ones too. [test_lifecycle: that_came_back_with_older_records]
 - A job that is ending keeps its outcome. [test_lifecycle: ending_keeps_its_outcome]
 """
 
@@ -20,7 +21,7 @@ from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
 from services.scheduler.state.values import JobSpec
 from tidegate.ownership.records import GpuRecord
-from tidegate.types import GpuId, node_of
+from tidegate.types import NO_TOKEN, GpuId, node_of
 
 Body = ev.JobSubmitted | ev.JobCancelRequested | ev.JobResumeRequested | ev.DeadLettered | ev.CheckpointSaved
 
@@ -73,9 +74,11 @@ def _submitted(state: ClusterState, event: ev.Event, body: ev.JobSubmitted) -> C
 
 
 def _on_nodes_of(spec: JobSpec, gpus: Mapping[GpuId, GpuRecord]) -> dict[GpuId, GpuRecord]:
-    """The GPUs whose gates the job's instances can ask. A resume may leave nodes out: nobody gives their GPUs back."""
+    """The GPUs whose gates the job's instances can ask. A resume may leave nodes out: nobody gives their GPUs back.
+
+    Any record of the store is newer than these: it may have lost what the start before knew, whose workers are gone."""
     nodes = {node_of(gpu) for gpu in spec.gpus}
-    return {gpu: record for gpu, record in gpus.items() if node_of(gpu) in nodes}
+    return {gpu: replace(record, token=NO_TOKEN) for gpu, record in gpus.items() if node_of(gpu) in nodes}
 
 
 def _cancelled(state: ClusterState, body: ev.JobCancelRequested) -> ClusterState | Refused:

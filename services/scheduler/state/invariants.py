@@ -19,7 +19,7 @@ from services.scheduler.state.course import KEPT, Summary, accounting_fault
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
-from tidegate.types import GpuId, Role, node_of
+from tidegate.types import NO_TOKEN, GpuId, Role, node_of
 
 _RANK = {
     Phase.SUBMITTED: 0,
@@ -210,8 +210,9 @@ def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[V
     nodes = {node_of(gpu) for gpu in state.spec.gpus} if state.spec else set()
     for gpu, record in previous.gpus.items():
         known = state.gpus.get(gpu)
-        if known is None and is_new_submission and node_of(gpu) not in nodes:
-            # The job's new config left the node out.
+        # A submission forgets the tokens: the store may have lost them. Its config may leave nodes out.
+        is_forgotten = known.token == NO_TOKEN if known else node_of(gpu) not in nodes
+        if is_new_submission and is_forgotten:
             continue
         if known is None or known.token < record.token:
             token = known.token if known else "none"

@@ -18,7 +18,8 @@ from services.scheduler.state.values import Fate, JobSpec, Placed
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, NODES, gpu, spec
-from tidegate.types import Layout, Role, instance_id, node_of
+from tidegate.ownership.records import GpuState
+from tidegate.types import Layout, Role, Token, instance_id, node_of
 
 
 def is_iterating(state: ClusterState) -> bool:
@@ -329,6 +330,21 @@ def test_a_resume_goes_on_without_a_node_that_it_had() -> None:
     assert {node_of(each) for each in state.gpus} == {"n1"}
     suspects = {grant.gpu for role in Role for grant in state.suspects(role)}
     assert gpu("n1", 3) in suspects, "a slot that the config left out of a node that it has is given back"
+
+
+def test_a_resume_takes_a_store_that_came_back_with_older_records_as_it_is() -> None:
+    """An adoption that reached no gate: the records are old, and nobody may hold their GPUs."""
+    drive = booted(FakeCluster(spec()))
+    drive.run_until(is_iterating)
+    older = tuple(replace(each, state=GpuState.LOST, token=Token(1, 0)) for each in drive.state.gpus.values())
+    assert all(each.token > Token(1, 0) for each in drive.state.records_of(Role.ROLLOUT))
+
+    state = submitted(drive.state, spec())
+    event = ev.Event(job=JOB, source="scheduler", boot=0, sequence=0, body=ev.OwnershipObserved(older, ()))
+    after = evolve(state, event)
+
+    assert tuple(after.gpus.values()) == older
+    checked(drive.state, state, after)
 
 
 def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterState:
