@@ -98,15 +98,15 @@ def begin_attempt(
 
 def end_attempt(attempt: AttemptFolder, outcome: Mapping[str, Any], *, now_unix_s: float) -> None:
     """Adds the outcome to the attempt's record."""
-    record = _read_record(attempt)
+    record = read_record(attempt)
     _write(attempt.record, {**record, "ended": _as_text(now_unix_s), **outcome})
 
 
-def _read_record(attempt: AttemptFolder) -> dict[str, Any]:
-    """The record, or its number alone where the file was damaged: the outcome must not be lost too."""
+def read_record(attempt: AttemptFolder) -> dict[str, Any]:
+    """The attempt's record. Its number alone where there is none, or the file is damaged."""
     try:
         return typed(dict, parse_json(attempt.record.read_bytes()), str(attempt.record))
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return {"attempt": attempt.number}
 
 

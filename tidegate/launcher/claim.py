@@ -9,6 +9,7 @@ Order:
 Invariants:
 - One launcher at a time runs a job. Its lock dies with it. [test_claim: second_launcher_is_refused]
 - A damaged config.json ends no job: each start has a copy. [test_claim: config_is_damaged]
+- Every start has the tokenizer of the first. [test_claim: tokenizer_of_its_first_start]
 - Files of an older run are removed only on request. [test_claim: fresh_start_over_an_older_run]
 - A resumed run keeps everything that decides its samples. [test_claim: resumed_run_may_not_change_what_decides]
 - It may have more iterations, and other GPUs and layouts. [test_claim: resumed_run_may_have_more_iterations]
@@ -36,7 +37,7 @@ from typing import Any
 
 import yaml
 
-from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt
+from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt, read_record
 from tidegate.checkpoint_names import set_aside
 from tidegate.config.engines.registry import deciding
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
@@ -52,6 +53,8 @@ from tidegate.lr.errors import ForeignCheckpoint, LrError
 
 _DECIDES_SAMPLES = ("seed", "model", "task", "data", "rewards", "algorithm", "actor")
 """Sections that a resumed run may not change: its samples and weights would differ from those of an unbroken run."""
+
+_TOKENIZER_SUM = "tokenizer_sha256"
 
 _MAY_CHANGE = {
     "algorithm": ("iterations",),
@@ -158,7 +161,7 @@ def claim_folder(
         with _host_memory(host_memory_folder(job.config)):
             try:
                 config = _prepare_folder(folder, job)
-                record = _record(start, boot, checkpoint)
+                record = _record(start, boot, checkpoint, folder.tokenizer)
                 attempt = begin_attempt(
                     folder.root, config=config.model_dump(mode="json"), record=record, now_unix_s=now_unix_s
                 )
@@ -395,15 +398,11 @@ def _host_memory(folder: Path) -> Iterator[None]:
 
 def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
     """Writes the files that a run needs into the folder. Returns the config with every path resolved."""
+    _keep_tokenizer(folder, job)
     for stale in (folder.result, folder.endpoint):
         stale.unlink(missing_ok=True)
     folder.checkpoints.mkdir(exist_ok=True)
     folder.readme.write_text(README)
-    if not folder.tokenizer.exists():
-        job.tokenizer.save(folder.tokenizer)
-        if (file := tokenizer_file(job.config)) is not None:
-            # Copy the same bytes, which an export writes again.
-            shutil.copyfile(file, folder.tokenizer)
     config = job.config
     config = config.model_copy(
         update={
@@ -416,10 +415,39 @@ def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
     return config
 
 
-def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None) -> dict[str, Any]:
+def _keep_tokenizer(folder: JobFolder, job: Job) -> None:
+    """Leaves the tokenizer in the folder with which the job began. The config's own replaces one that is missing or
+    damaged. CannotStart: it is another one."""
+    began_with = read_record(newest_attempt(folder.root)).get(_TOKENIZER_SUM)
+    kept = _sum(folder.tokenizer)
+    if kept is not None and began_with in (None, kept):
+        return
+    partial = folder.tokenizer.with_suffix(".partial")
+    if (file := tokenizer_file(job.config)) is not None:
+        # Copy the same bytes, which an export writes again.
+        shutil.copyfile(file, partial)
+    else:
+        job.tokenizer.save(partial)
+    if began_with not in (None, _sum(partial)):
+        partial.unlink()
+        raise CannotStart(
+            f"{folder.tokenizer} is not the tokenizer with which job {job.config.job} began, nor is that of the config "
+            f"(sha256 {kept and kept[:12]}, was {began_with[:12]}): put it back from a copy, then start with --resume"
+        )
+    os.replace(partial, folder.tokenizer)
+
+
+def _sum(path: Path) -> str | None:
+    with suppress(FileNotFoundError):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return None
+
+
+def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None, tokenizer: Path) -> dict[str, Any]:
     """The first entries of an attempt's record: how it starts, who runs it, and the versions of its packages."""
     return {
         "start": start,
+        _TOKENIZER_SUM: _sum(tokenizer),
         "checkpoint": checkpoint.name if checkpoint else None,
         "boot": boot,
         "host": platform.node(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,7 +12,7 @@ from tests.chaos.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(ABC):
     """A kind of fault with its parameters.
 
     `needs`: "own" or "embedded" servers, or "any". `weight`: how often the kind is drawn.
@@ -21,8 +22,9 @@ class Fault:
     weight: ClassVar[int] = 1
 
     @classmethod
+    @abstractmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
-        raise NotImplementedError
+        """One with parameters that fit the job."""
 
     @property
     def may_stop(self) -> bool:
@@ -39,9 +41,9 @@ class Fault:
         """Whether a store loses data: the accounts then begin anew with the next start."""
         return False
 
+    @abstractmethod
     async def inflict(self, world: World) -> str:
         """Returns what was done once the fault is over. NotThere where it cannot be done now."""
-        raise NotImplementedError
 
     @property
     def kind(self) -> str:

@@ -38,6 +38,8 @@ _MAY_REFUSE: dict[str, tuple[str, ...]] = {
     "launcher.lock": (CUT, FLIPPED),
     "tokenizer.json": (CUT, FLIPPED),
 }
+_HEALS_TOO = {("config.json", CUT), ("tokenizer.json", CUT), ("tokenizer.json", FLIPPED)}
+"""They stay in their table, so that a seed draws what it drew before they healed."""
 _OF_SERVERS: dict[str, tuple[str, ...]] = {
     "servers/nats/**/*.blk": (CUT, FLIPPED),
     "servers/nats/**/*.inf": (CUT, FLIPPED),
@@ -71,7 +73,8 @@ class Damage(Fault):
     @property
     def may_refuse(self) -> bool:
         # A checkpoint may be the only one.
-        return self.pattern not in _HEALS or self.pattern.startswith("checkpoints")
+        heals = self.pattern in _HEALS or (self.pattern, self.how) in _HEALS_TOO
+        return not heals or self.pattern.startswith("checkpoints")
 
     @property
     def loses_records(self) -> bool:

@@ -72,6 +72,34 @@ def test_a_job_whose_config_is_damaged_goes_on_with_the_copy_of_its_last_start(t
         run_once(tmp_path, Start.RESUME)
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"version": "1', None], ids=["empty", "cut", "removed"])
+def test_a_resume_has_the_tokenizer_of_its_first_start(tmp_path: Path, damage: bytes | None) -> None:
+    run_once(tmp_path)
+    kept = JobFolder.of(small_config(tmp_path)).tokenizer
+    before = kept.read_bytes()
+    kept.unlink()
+    if damage is not None:
+        kept.write_bytes(damage)
+
+    run_once(tmp_path, Start.RESUME)
+
+    assert kept.read_bytes() == before
+
+
+def test_a_resume_with_another_tokenizer_than_its_first_start_is_refused(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    folder = JobFolder.of(small_config(tmp_path))
+    record = newest_attempt(folder.root).record
+    record.write_text(json.dumps({**json.loads(record.read_text()), "tokenizer_sha256": "0" * 64}))
+    before = folder.tokenizer.read_bytes()
+
+    with pytest.raises(CannotStart, match=r"is not the tokenizer with which job small began.*put it back from a copy"):
+        run_once(tmp_path, Start.RESUME)
+
+    assert folder.tokenizer.read_bytes() == before
+    assert not list(folder.root.glob("*.partial"))
+
+
 def test_a_resume_sets_checkpoints_aside_whose_manifests_cannot_be_read(tmp_path: Path) -> None:
     job = load_job(small_config(tmp_path))
     with claim_folder(job, Start.FRESH, now_unix_s=0.0) as first:
