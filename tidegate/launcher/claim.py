@@ -39,43 +39,18 @@ import yaml
 
 from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt, read_record
 from tidegate.checkpoint_names import set_aside
-from tidegate.config.engines.registry import deciding
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
-from tidegate.config.schedule import leave_out_schedule, rules_of, schedule_of
-from tidegate.config.sections.lr import RESUME_KEYS
+from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
+from tidegate.launcher.lineage import changes_of_samples
 from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
-from tidegate.lr.checkpoint import OnMismatch, decoded, resumed
+from tidegate.lr.checkpoint import decoded, resumed
 from tidegate.lr.errors import ForeignCheckpoint, LrError
 
-_DECIDES_SAMPLES = ("seed", "model", "task", "data", "rewards", "algorithm", "actor")
-"""Sections that a resumed run may not change: its samples and weights would differ from those of an unbroken run."""
-
 _TOKENIZER_SUM = "tokenizer_sha256"
-
-_MAY_CHANGE = {
-    "algorithm": ("iterations",),
-    "actor": (
-        "layout",
-        "layouts",
-        "standby",
-        "standby_memory_mib",
-        "layouts_ahead_mib",
-        "recompute",
-        "copies",
-        "micro_batch_size",
-        "max_tokens_per_microbatch",
-        "oversize_samples",
-        "packing",
-        "max_skipped_updates",
-    ),
-}
-"""Keys of these sections that a resumed run may change: how long the job trains, and where and in what portions. The
-portions change a result by its rounding only."""
-
 _RECORDED_PACKAGES = ("tidegate", "torch", "megatron-core")
 
 
@@ -244,12 +219,7 @@ def _refuse_other_lineage(folder: JobFolder, config: JobConfig, fresh_command: s
     saved = saved_config(folder)
     if saved is None:
         raise CannotStart(f"there is nothing to resume: {folder.root} holds no job; start it without --resume")
-    before, after = _deciding(saved), _deciding(config)
-    if config.actor.lr_schedule.budget_mismatch is not OnMismatch.ERROR:
-        # The config says which schedule holds, and the actor applies that.
-        for deciding in (before, after):
-            leave_out_schedule(deciding["actor"])
-    if changed := list(_differences(before, after)):
+    if changed := changes_of_samples(saved, config):
         rates = (
             ", or say by actor.lr_schedule.budget_mismatch whose learning-rate schedule holds"
             if any(each.startswith(("actor.learning_rate", "actor.lr_")) for each in changed)
@@ -287,44 +257,6 @@ def _refuse_other_course(config: JobConfig, found: FoundCheckpoint) -> None:
         return
     except LrError as error:
         raise CannotStart(f"job {config.job} cannot go on from checkpoint {found.name}: {error}") from error
-
-
-def _deciding(config: JobConfig) -> dict[str, Any]:
-    """The values that decide samples and weights. Of the rollout: the engine that draws the samples.
-
-    The tokenizer is the folder's own after the first start. Data may lie elsewhere under the same checksum. The limit
-    on failed rewards only ends a job.
-    """
-    dumped = {
-        section: value for section, value in config.model_dump(mode="json").items() if section in _DECIDES_SAMPLES
-    }
-    del dumped["model"]["tokenizer"]
-    for section, keys in _MAY_CHANGE.items():
-        for key in keys:
-            del dumped[section][key]
-    for key in RESUME_KEYS:
-        del dumped["actor"]["lr_schedule"][key]
-    if dumped["data"] is not None:
-        del dumped["data"]["train"], dumped["data"]["chat_template"]
-    for reward in dumped["rewards"]:
-        del reward["import_from"], reward["max_failed"]
-    return dumped | {"rollout": deciding(config.rollout)}
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any], where: str = "") -> Iterator[str]:
-    """An item of a list has its place as its key. Lists of other lengths differ as a whole."""
-    for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-            old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{where}{key}.")
-        elif old != new:
-            yield f"{where}{key}={_as_yaml(new)} (was {_as_yaml(old)})"
-
-
-def _as_yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _refuse_unmakeable(root: Path) -> None:
