@@ -134,9 +134,10 @@ class Rollout:
             raise MoveRefused(f"an engine is named twice in {list(names)}: name each once")
 
     def _add(self, name: int, gpus: tuple[GpuId, ...]) -> None:
-        self.engines[name] = Engine(
-            name=name, gpus=gpus, costs=self._costs.engine, columns=self.columns, at_s=self._now
-        )
+        self.engines[name] = self._new_engine(name, gpus)
+
+    def _new_engine(self, name: int, gpus: tuple[GpuId, ...]) -> Engine:
+        return Engine(name=name, gpus=gpus, costs=self._costs.engine, columns=self.columns, at_s=self._now)
 
     def _acquired(self, name: int) -> None:
         if gpus := self._starting.pop(name, None):

@@ -90,8 +90,8 @@ class World:
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
         self.trainer = Trainer(workload, costs, shared, model)
-        self.inference = Inference(workload, costs, shared, self.trainer.add)
-        self.rollout = Rollout(workload, costs, shared, self._sequence_ended)
+        self.inference = Inference(workload, costs, shared, self._group_inferred)
+        self.rollout = self._new_rollout(shared)
         self._check_layout(placement.actor, placement.layout)
         self.rollout.start(placement.rollout)
         self.inference.start(placement.inference)
@@ -207,6 +207,12 @@ class World:
         num_ranks = layout.num_ranks if layout else 0
         if num_ranks != len(gpus):
             raise MoveRefused(f"layout {layout} has {num_ranks} ranks and the actor {len(gpus)} GPUs: give one a rank")
+
+    def _new_rollout(self, shared: Shared) -> Rollout:
+        return Rollout(self.workload, self.costs, shared, self._sequence_ended)
+
+    def _group_inferred(self, group: int, num_tokens: int) -> None:
+        self.trainer.add(group, num_tokens)
 
     def _sequence_ended(self, sequence: Sequence, is_last: bool) -> None:
         self.inference.add(sequence.group, sequence.num_tokens, is_last=is_last)
