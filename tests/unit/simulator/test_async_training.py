@@ -1,0 +1,84 @@
+"""Asynchronous trainings of several iterations, with a fixed split and balanced ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.scheduler.policy.balance import Split
+from simulator.asynchrony.course import Asynchrony
+from simulator.asynchrony.run import AsyncRun, simulate_async
+from simulator.gpus import Doing
+from simulator.lengths import Lengths, draw_lengths
+from simulator.scenario import Scenario, ScenarioError, parse_scenario
+
+RAW: dict[str, Any] = {
+    "name": "async",
+    "cluster": {"nodes": {"n0": 8, "n1": 8}, "placement": {"actor": "0-7", "inference": "8-9", "rollout": "10-15"}},
+    "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
+    "lengths": {"median_tokens": 400, "max_tokens": 4000},
+    "costs": {
+        "engine": {"gpus_per_engine": 1, "max_running": 8, "step_floor_s": 0.01},
+        "trainer": {"rate_tokens_per_s": 6000, "rate_gpus": 16, "exponent": 0.8, "fixed_s": 0.5},
+        "inference": {"rate_tokens_per_s": 8000},
+        "switch": {"release_s": 0.2, "acquire_s": 0.2, "resubmit_s": 0.1, "reshard_s": 0.1},
+        "sync": {"fixed_s": 0.5},
+    },
+}
+
+
+def scenario() -> Scenario:
+    return parse_scenario(RAW)
+
+
+def lengths(of: Scenario, *factors: float) -> list[Lengths]:
+    """One iteration for each factor of the median."""
+    sections = [of.lengths.model_copy(update={"median_tokens": of.lengths.median_tokens * each}) for each in factors]
+    return [
+        draw_lengths(section, num_prompts=16, group_size=4, rng=np.random.default_rng(seed))
+        for seed, section in enumerate(sections)
+    ]
+
+
+def run(*factors: float, split: Split | None = None, balances: bool = False, staleness: int = 1) -> AsyncRun:
+    own = scenario()
+    rules = Asynchrony(staleness=staleness)
+    return simulate_async(own, rules, lengths(own, *factors), split=split, balances=balances)
+
+
+def test_the_same_run_again() -> None:
+    assert run(1, 1, 2, balances=True) == run(1, 1, 2, balances=True)
+
+
+def test_a_bad_split_is_balanced_and_the_training_is_faster() -> None:
+    bad = Split(engines=2, copies=12, inference=2)
+    fixed, moved = run(*[1.0] * 12, split=bad), run(*[1.0] * 12, split=bad, balances=True)
+    assert [split for _, split in fixed.splits] == [bad]
+    assert len(moved.splits) > 1
+    assert moved.seconds < 0.8 * fixed.seconds
+    assert sum(moved.staleness.values()) == sum(fixed.staleness.values()) == moved.num_tokens
+
+
+def test_a_component_that_grows_keeps_all_that_it_has() -> None:
+    moved = run(*[1.0] * 12, split=Split(engines=2, copies=12, inference=2), balances=True)
+    first_engines = [gpu for gpu, spans in moved.timeline.items() if spans[0].state is Doing.GENERATING]
+    assert len(first_engines) == 2
+    switching = [span for gpu in first_engines for span in moved.timeline[gpu] if span.state is Doing.SWITCHING]
+    assert not switching
+
+
+def test_a_balanced_split_follows_responses_that_grow() -> None:
+    factors = [0.25] * 6 + [3.0] * 12
+    moved = run(*factors, split=Split(engines=4, copies=11, inference=1), balances=True)
+    fixed = run(*factors, split=Split(engines=4, copies=11, inference=1))
+    print(moved.splits, moved.seconds, fixed.seconds)
+    assert moved.seconds < 0.95 * fixed.seconds
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    with pytest.raises(
+        ScenarioError, match="10 engines, 8 copies, 2 inference GPUs are 20 GPUs, and the cluster has 16"
+    ):
+        run(1.0, split=Split(engines=10, copies=8, inference=2))
