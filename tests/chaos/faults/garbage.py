@@ -31,7 +31,8 @@ _SUBJECTS = (
 )
 _READ = ("tg.events.", "tg.samples.")
 """A message there that cannot be decoded becomes a dead letter once a consumer comes to it."""
-_FIND_LETTER_S = 15.0
+_FIND_LETTER_S = 60.0
+"""A job that starts beside others comes to its samples after some 40 s."""
 _ASK_AGAIN_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
