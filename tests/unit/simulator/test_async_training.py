@@ -9,7 +9,8 @@ import pytest
 
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony
-from simulator.asynchrony.run import AsyncRun, simulate_async
+from simulator.asynchrony.run import AsyncRun, simulate_async, sizes_of
+from simulator.asynchrony.search import neighbours, tuned_split
 from simulator.gpus import Doing
 from simulator.lengths import Lengths, draw_lengths
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
@@ -73,8 +74,17 @@ def test_a_balanced_split_follows_responses_that_grow() -> None:
     factors = [0.25] * 6 + [3.0] * 12
     moved = run(*factors, split=Split(engines=4, copies=11, inference=1), balances=True)
     fixed = run(*factors, split=Split(engines=4, copies=11, inference=1))
-    print(moved.splits, moved.seconds, fixed.seconds)
     assert moved.seconds < 0.95 * fixed.seconds
+
+
+def test_no_neighbour_of_the_tuned_split_is_faster() -> None:
+    own, rules = scenario(), Asynchrony(staleness=1)
+    drawn = lengths(own, *[1.0] * 4)
+    found = tuned_split(own, rules, drawn)
+    seconds = simulate_async(own, rules, drawn, split=found).seconds
+    others = [simulate_async(own, rules, drawn, split=each) for each in neighbours(found, sizes_of(own))]
+    assert all(seconds <= other.seconds for other in others)
+    assert seconds < simulate_async(own, rules, drawn).seconds
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:
