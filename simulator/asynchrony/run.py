@@ -2,8 +2,9 @@
 
 After an iteration the run measures, over the time of this iteration:
 
-    rollout_tokens_per_gpu_s     generated tokens / GPU seconds in which engines generated
-    trainer_tokens_s             the told rate of a layout, slower by what replicas waited for the busiest one
+    sequences         the mean number of issued sequences that have not ended
+    factor            generated tokens / (seconds * the rate of the told decode steps with as many sequences)
+    trainer_tokens_s  the told rate of a layout, slower by what replicas waited for the busiest one
 
 (the inference's rate is told) and asks the balance (`services.scheduler.policy.balance`) for the next ones' split.
 Each new measurement, also that of an iteration's tokens, counts as much as all before it together.
@@ -18,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
-from services.scheduler.policy.balance import Flow, Sizes, Split, balanced
+from services.scheduler.policy.balance import Flow, Generating, Sizes, Split, balanced
 from services.scheduler.state.layouts import replica_size, with_dp
 from simulator.asynchrony.course import Asynchrony, long_workload
 from simulator.asynchrony.moves import Mover
 from simulator.asynchrony.world import AsyncWorld
-from simulator.gpus import Doing, Gpus
 from simulator.happenings import What
+from simulator.job_spec import measured_costs
 from simulator.lengths import Lengths
 from simulator.outcome import GpuSpan, spans
 from simulator.scenario import Scenario, ScenarioError
@@ -84,6 +85,7 @@ def simulate_async(
     )
     training = _Training(scenario, world, sizes, start)
     for happening in world.happenings():
+        training.look()
         if happening.what is What.GPUS_FREED:
             training.mover.start_engines()
         if balances and happening.what is What.MINIBATCH_STARTED:
@@ -120,11 +122,12 @@ def _placement(scenario: Scenario, split: Split, sizes: Sizes) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What was done by some time: seconds of all GPUs together, response tokens, iterations."""
+    """What was done by some time. `sequence_s`: the seconds of all issued sequences until they ended."""
 
-    generating_s: float
-    generated: int
-    version: int
+    at_s: float = 0.0
+    generated: int = 0
+    sequence_s: float = 0.0
+    version: int = 0
 
 
 class _Training:
@@ -134,12 +137,18 @@ class _Training:
         self._world, self._sizes, self._costs = world, sizes, scenario.costs
         self._home = _home(scenario)
         self._num_updates = scenario.algorithm.n_minibatches
-        self._share = world.workload.response_share
+        self._decode = measured_costs(scenario.costs).decode
         self.mover = Mover(world, sizes, self._home)
         self.splits: list[tuple[float, Split]] = [(0.0, start)]
-        self._generating = GpuSeconds(Doing.GENERATING)
-        self._before = _Done(0.0, 0, 0)
-        self._log_rollout = self._log_tokens = math.nan
+        self._before = _Done()
+        self._looked_s = self._sequence_s = 0.0
+        self._log_tokens = self._log_sequences = self._log_factor = math.nan
+
+    def look(self) -> None:
+        """Adds the time since the last look to the sequences' seconds. Call it before their number changes."""
+        now_s = self._world.now_s
+        self._sequence_s += self._world.num_unfinished * (now_s - self._looked_s)
+        self._looked_s = now_s
 
     def balance(self) -> None:
         """Once an iteration: changes the split if that gains."""
@@ -159,19 +168,29 @@ class _Training:
 
     def _done(self) -> _Done:
         world = self._world
+        self.look()
         world.rollout.advance()
         lengths, _ = world.rollout.columns.snapshot({name: each.steps for name, each in world.rollout.engines.items()})
-        return _Done(self._generating.until(world.gpus, world.now_s), int(lengths.sum()), world.version)
+        return _Done(world.now_s, int(lengths.sum()), self._sequence_s, world.version)
 
     def _flow(self, before: _Done, now: _Done) -> Flow:
-        """The trainer ends no iteration without generated tokens, so every stage has worked."""
-        rate = (now.generated - before.generated) / (now.generating_s - before.generating_s)
-        self._log_rollout = _mixed(self._log_rollout, math.log(rate))
-        self._log_tokens = _mixed(self._log_tokens, math.log(self._trained_tokens(now.version - 1)))
+        workload, seconds = self._world.course.workload, now.at_s - before.at_s
+        tokens = self._trained_tokens(now.version - 1)
+        per_sequence = tokens / (workload.prompts_per_iteration * workload.group_size)
+        sequences = max(1.0, (now.sequence_s - before.sequence_s) / seconds)
+        self._log_tokens = _mixed(self._log_tokens, math.log(tokens))
+        self._log_sequences = _mixed(self._log_sequences, math.log(sequences))
+        # A sequence is half generated in the mean; long ones run longest.
+        kv_tokens = workload.prompt_tokens + per_sequence / 2
+        told = Generating(self._decode, sequences, kv_tokens, self._costs.engine.max_running)
+        rate = max(1, now.generated - before.generated) / seconds
+        factor = rate / told.tokens_s(self.splits[-1][1].engines)
+        self._log_factor = _mixed(self._log_factor, math.log(factor))
+        generating = replace(told, sequences=math.exp(self._log_sequences), factor=math.exp(self._log_factor))
         return Flow(
             num_tokens=math.exp(self._log_tokens),
-            rollout_tokens_per_gpu_s=math.exp(self._log_rollout),
-            inference_tokens_per_gpu_s=self._costs.inference.rate_tokens_per_s * self._share,
+            rollout_tokens_s=generating.tokens_s,
+            inference_tokens_per_gpu_s=self._costs.inference.rate_tokens_per_s * workload.response_share,
             trainer_tokens_s=self._trainer_rate,
             fixed_s=self._num_updates * self._costs.trainer.fixed_s + self._costs.sync.sync_s,
         )
@@ -179,8 +198,8 @@ class _Training:
     def _trainer_rate(self, copies: int) -> float:
         """The told rate, slower by what replicas wait for the busiest one."""
         measured = sum(self._world.trainer.trained_in.values(), Measured())
-        layout = replace(self._home, dp=copies)
-        return self._share / self._costs.trainer.tokens_s(1.0, layout) * measured.even_s / measured.seconds
+        told_s = self._costs.trainer.tokens_s(1.0, replace(self._home, dp=copies))
+        return self._world.workload.response_share / told_s * measured.even_s / measured.seconds
 
     def _trained_tokens(self, iteration: int) -> float:
         """The response tokens of an iteration that was trained."""
@@ -192,24 +211,3 @@ class _Training:
 
 def _mixed(before: float, now: float) -> float:
     return now if math.isnan(before) else (before + now) / 2
-
-
-class GpuSeconds:
-    """The seconds of all GPUs in one activity, read again and again as time goes on."""
-
-    def __init__(self, doing: Doing) -> None:
-        self._doing = doing
-        self._done_s = 0.0
-        self._num_read: dict[GpuId, int] = {}
-
-    def until(self, gpus: Gpus, now_s: float) -> float:
-        open_s = 0.0
-        for gpu, marks in gpus.doings.items():
-            first = self._num_read.get(gpu, 0)
-            for (start_s, doing), (end_s, _) in pairwise(marks[first:]):
-                if doing is self._doing:
-                    self._done_s += end_s - start_s
-            self._num_read[gpu] = len(marks) - 1
-            if marks[-1][1] is self._doing:
-                open_s += now_s - marks[-1][0]
-        return self._done_s + open_s

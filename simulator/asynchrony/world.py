@@ -55,6 +55,13 @@ class AsyncWorld(World):
         """Whether the rollout has nothing to admit until the trainer ends an iteration."""
         return not self.rollout.waiting and self.num_issued < self.course.workload.num_iterations
 
+    @property
+    def num_unfinished(self) -> int:
+        """The issued sequences that have not ended."""
+        size = self.course.workload.prompts_per_iteration * self.course.workload.group_size
+        later = self.course.workload.num_iterations - self.num_issued
+        return self.rollout.num_unfinished - later * size
+
     def waiting_groups(self) -> Sequence[tuple[int, int]]:
         """(group, tokens) of all groups that have log-probabilities and that no minibatch has taken."""
         return [*self.trainer.ready, *(group for waiting in self._early.values() for group in waiting)]

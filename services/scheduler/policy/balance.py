@@ -3,15 +3,19 @@
 Where the rollout runs ahead, the stages work side by side all the time. An iteration takes as long as its slowest
 stage:
 
-    rollout    tokens / (rollout_tokens_per_gpu_s * GPUs)
+    rollout    tokens / rollout_tokens_s(engines)
     inference  tokens / (inference_tokens_per_gpu_s * GPUs)
     trainer    fixed_s + tokens / trainer_tokens_s(copies)
 
+The rollout's sequences divide over its engines, and a decode step gives each running one a token:
+
+    rollout_tokens_s(engines)  engines * b / step_s(b)
+    b                          sequences / engines, and at most max_running
+
+So more engines gain little where a step takes as long with half the sequences.
+
 The fastest split is where they are equal. It moves when responses grow over a training, and when what was assumed of
 the rates was wrong. A move has to gain `MIN_GAIN` and to pay for itself in the iterations that are left.
-
-The rollout's rate is taken as proportional to its GPUs. Engines with fewer sequences are a little slower each, so a
-grown rollout is measured again, and the next balance corrects it.
 
 Invariants:
 - A split uses no more GPUs than there are, and leaves no stage without any. [test_balance: every_stage_has_gpus]
@@ -22,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from services.scheduler.state.costs import DecodeStep
 
 MIN_GAIN = 0.03
 """The least part of an iteration's time that a move has to save. Measurements of one iteration differ by as much."""
@@ -61,7 +67,7 @@ class Flow:
     """The work of an iteration in tokens of responses, and the measured rates."""
 
     num_tokens: float
-    rollout_tokens_per_gpu_s: float
+    rollout_tokens_s: Callable[[int], float]
     inference_tokens_per_gpu_s: float
     trainer_tokens_s: Callable[[int], float]
     fixed_s: float
@@ -69,10 +75,30 @@ class Flow:
     def seconds(self, split: Split, sizes: Sizes) -> float:
         """The time of an iteration."""
         return max(
-            self.num_tokens / (self.rollout_tokens_per_gpu_s * split.engines * sizes.engine),
+            self.num_tokens / self.rollout_tokens_s(split.engines),
             self.num_tokens / (self.inference_tokens_per_gpu_s * split.inference),
             self.fixed_s + self.num_tokens / self.trainer_tokens_s(split.copies),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """The rollout's speed by its number of engines.
+
+    `sequences`: how many may run at once, in the mean over an iteration. `kv_tokens`: of one of them. `factor`: the
+    measured speed over that of the formula.
+    """
+
+    decode: DecodeStep
+    sequences: float
+    kv_tokens: float
+    max_running: int
+    factor: float = 1.0
+
+    def tokens_s(self, engines: int) -> float:
+        running = min(self.sequences / engines, self.max_running)
+        step_s = self.decode.seconds(num_running=running, num_kv_tokens=running * self.kv_tokens)
+        return self.factor * engines * running / step_s
 
 
 def best_split(flow: Flow, sizes: Sizes) -> Split:

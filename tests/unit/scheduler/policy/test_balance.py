@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.balance import Flow, Sizes, Split, balanced, best_split
+from services.scheduler.policy.balance import Flow, Generating, Sizes, Split, balanced, best_split
+from services.scheduler.state.costs import DecodeStep
 
 SIZES = Sizes(num_gpus=64, engine=2, copy=4, most_copies=16)
 
 
 def flow(*, tokens: float = 1e6, rollout: float = 1000, inference: float = 20_000, trainer: float = 2000) -> Flow:
-    return Flow(tokens, rollout, inference, lambda copies: trainer * copies, fixed_s=0.0)
+    return Flow(tokens, lambda engines: 2 * rollout * engines, inference, lambda copies: trainer * copies, fixed_s=0.0)
 
 
 def test_the_stages_of_the_best_split_take_about_as_long() -> None:
@@ -50,3 +51,11 @@ def test_a_gain_below_what_measurements_differ_by_moves_nothing() -> None:
 def test_too_few_gpus_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="6 GPUs are too few for an engine of 2, a copy of 4"):
         best_split(flow(), Sizes(6, engine=2, copy=4, most_copies=4))
+
+
+def test_more_engines_gain_nothing_where_a_step_takes_as_long_with_fewer_sequences() -> None:
+    step = DecodeStep(floor_s=0.014, base_s=0.004, per_sequence_s=1e-5, per_kv_token_s=1e-9)
+    few = Generating(step, sequences=100, kv_tokens=1000, max_running=128)
+    assert few.tokens_s(20) == pytest.approx(few.tokens_s(10))
+    many = Generating(step, sequences=100_000, kv_tokens=1000, max_running=128)
+    assert many.tokens_s(20) == pytest.approx(2 * many.tokens_s(10))
