@@ -76,6 +76,9 @@ def _text(name: bytes | str) -> str:
 
 def _url(root: Path) -> str:
     try:
-        return str(json.loads((root / "config.json").read_text())["servers"]["redis_url"])
+        url = str(json.loads((root / "config.json").read_text())["servers"]["redis_url"])
     except (OSError, ValueError, KeyError) as error:
         raise NotThere(f"config.json: {error}") from error
+    if not url:
+        raise NotThere("config.json has no URL of Redis yet: the server starts")
+    return url
