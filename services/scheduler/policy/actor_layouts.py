@@ -2,7 +2,7 @@
 
 A policy chooses a number of GPUs. The layouts that the trainer may have are
 
-- copies like those of its home, in any number;
+- copies like those of its home, in any number from `JobSpec.fewest_actor_copies` on;
 - the layouts that the job allows besides (`JobSpec.layouts`): a kind of copy with another tp, pp, cp, ep or vpp.
 
 On a number of GPUs it has
@@ -129,14 +129,14 @@ def step_of(spec: JobSpec) -> int:
 
 def fewest_gpus(spec: JobSpec) -> int:
     """GPUs of the smallest layout."""
-    home = replica_size(spec.placement[Role.ACTOR].layout)
+    home = spec.fewest_actor_copies * replica_size(spec.placement[Role.ACTOR].layout)
     return min([home, *(layout.num_ranks for layout in spec.layouts)])
 
 
 def is_allowed(spec: JobSpec, layout: Layout) -> bool:
     home = spec.placement[Role.ACTOR].layout
     own = with_dp(home, layout.dp, num_shards=spec.num_logical_shards)
-    return layout == own or layout in spec.layouts
+    return (layout == own and layout.dp >= spec.fewest_actor_copies) or layout in spec.layouts
 
 
 def actor_layouts(situation: Situation, num_gpus: int, *, most_copies: int | None = None) -> ActorLayouts:
@@ -181,7 +181,8 @@ def _with_present(found: ActorLayouts, situation: Situation) -> ActorLayouts:
 def _kinds(spec: JobSpec, num_gpus: int, most: int) -> Iterator[Kind]:
     """That of the home first, then the others in the job's order."""
     home = replace(spec.placement[Role.ACTOR].layout, dp=1)
-    dp = np.arange(1, max(1, min(most, num_gpus // home.num_ranks)) + 1)
+    fewest = spec.fewest_actor_copies
+    dp = np.arange(fewest, max(fewest, min(most, num_gpus // home.num_ranks)) + 1)
     # The rule of `with_dp`, for all numbers of copies at once.
     yield Kind(home, dp[(dp * home.cp % home.ep == 0) & ((spec.num_logical_shards or 0) % dp == 0)])
     others: dict[Layout, list[int]] = {}

@@ -195,12 +195,15 @@ def _answered(assignment: Assignment, memory: RLinfMemory, num_done: int, reason
 
 
 def valid_dp(spec: JobSpec) -> tuple[int, ...]:
-    """RLinf's legal numbers of data-parallel copies: those that divide the prompts of a minibatch, up to all GPUs."""
+    """RLinf's legal numbers of data-parallel copies: those that divide the prompts of a minibatch and have room for the
+    model, up to all GPUs."""
     layout = spec.placement[Role.ACTOR].layout
     most = len(placed_gpus(spec)) // replica_size(layout)
     num_prompts, num_shards = _prompts_per_minibatch(spec), spec.num_logical_shards
     return tuple(
-        dp for dp in range(1, most + 1) if num_prompts % dp == 0 and with_dp(layout, dp, num_shards=num_shards)
+        dp
+        for dp in range(spec.fewest_actor_copies, most + 1)
+        if num_prompts % dp == 0 and with_dp(layout, dp, num_shards=num_shards)
     )
 
 

@@ -104,6 +104,8 @@ class JobSpec:
     """Every dp of a reproducible actor divides this number. None: every dp is allowed."""
     layouts: tuple[Layout, ...] = ()
     """The layouts that a policy may choose for the actor besides copies like those of its home, in any number."""
+    fewest_actor_copies: int = 1
+    """The fewest copies like those of the actor's home that a policy may choose: fewer have no room for the model."""
     costs: Costs = ASSUMED_COSTS
     rates: Rates = ASSUMED_RATES
     lengths: LengthLaw = ASSUMED_LENGTHS

@@ -77,6 +77,17 @@ def test_rates_that_the_job_gives_by_layout_count_until_it_has_measured_its_own(
     assert found.rates[[1, 2, 8]] == pytest.approx([500.0, 1000.0, 4000.0])
 
 
+def test_fewer_copies_of_the_home_than_have_room_are_no_layout() -> None:
+    large = replace(HOME_ALONE, fewest_actor_copies=2)
+    found = actor_layouts(sit(large), 8)
+    assert chosen(found, 2, 3, 4, 6, 8) == ["None", "None", "tp2-dp2", "tp2-dp3", "tp2-dp4"]
+    assert (found.step, found.fewest) == (2, 4)
+    assert list(found.rates[:2]) == [0.0, 0.0]
+    assert not is_allowed(large, Layout(tp=2))
+    assert is_allowed(large, Layout(tp=2, dp=2))
+    assert chosen(actor_layouts(sit(replace(large, layouts=SINGLES)), 8), 2, 4) == ["dp2", "tp2-dp2"]
+
+
 def test_every_layout_is_one_that_the_job_allows() -> None:
     shards = replace(HOME_ALONE, num_logical_shards=4, layouts=(Layout(tp=2, pp=2), Layout(tp=2, pp=2, dp=2)))
     for spec in (SPEC, HOME_ALONE, shards):

@@ -252,8 +252,16 @@ def test_without_auto_scheduler_everything_stays_where_it_is_placed() -> None:
         (job(actor=2, rollout=3, inference=1, actor_tp=2, prompts=24, minibatches=2), (1, 2, 3)),
         (job(actor=2, rollout=3, inference=1, prompts=10, minibatches=2), (1, 5)),
         (replace(job(actor=2, rollout=3, inference=1, prompts=24, minibatches=2), num_logical_shards=4), (1, 2, 4)),
+        (replace(job(actor=2, rollout=3, inference=1, prompts=24, minibatches=2), fewest_actor_copies=3), (3, 4, 6)),
     ],
-    ids=["128 prompts, 64/4", "12 prompts, 6/1", "12 prompts, 6/2", "5 prompts, 6/1", "4 logical shards"],
+    ids=[
+        "128 prompts, 64/4",
+        "12 prompts, 6/1",
+        "12 prompts, 6/2",
+        "5 prompts, 6/1",
+        "4 logical shards",
+        "3 have room",
+    ],
 )
 def test_legal_dp_divides_the_prompts_of_a_minibatch(spec: JobSpec, want: tuple[int, ...]) -> None:
     assert valid_dp(spec) == want
