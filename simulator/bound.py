@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.workload import Workload
 
 
@@ -43,44 +43,47 @@ class _Group:
     ready_s: float
     """The earliest instant at which all its members can have ended."""
     num_tokens: int
+    work: float
+    """`num_tokens`, each as long as one of usual length."""
     train_s: float
     """The training time on all GPUs."""
 
 
-def clairvoyant_bound(workload: Workload, costs: Costs, num_gpus: int) -> Bound:
+def clairvoyant_bound(workload: Workload, costs: CostLaws, num_gpus: int) -> Bound:
     """ValueError: no engine fits on the GPUs."""
     if num_gpus < costs.engine.gpus_per_engine:
         raise ValueError(f"{num_gpus} GPUs hold no engine of {costs.engine.gpus_per_engine}: give the rollout more")
     groups = sorted(_groups(workload, costs, num_gpus), key=lambda group: group.ready_s)
-    fixed_s, sync_s = costs.trainer.fixed_s, costs.sync.sync_s
+    fixed_s, sync_s = costs.trainer.least_update_s, costs.sync.sync_s
     infer_s = [group.num_tokens / (costs.inference.rate_tokens_per_s * num_gpus) for group in groups]
     trainable_s = [group.ready_s + seconds for group, seconds in zip(groups, infer_s, strict=True)]
     longest = max(at_s + group.train_s for at_s, group in zip(trainable_s, groups, strict=True))
     return Bound(
         longest_path_s=longest + fixed_s + sync_s,
         order_s=_order_s(trainable_s, [group.train_s for group in groups]) + fixed_s + sync_s,
-        gpu_seconds_s=_gpu_seconds_s(workload, costs, num_gpus, first_s=min(trainable_s)) + sync_s,
+        gpu_seconds_s=_gpu_seconds_s(
+            workload, costs, num_gpus, work=sum(group.work for group in groups), first_s=min(trainable_s)
+        )
+        + sync_s,
     )
 
 
-def _groups(workload: Workload, costs: Costs, num_gpus: int) -> list[_Group]:
-    rate = costs.trainer.rate(num_gpus) * _best_efficiency(costs)
+def _groups(workload: Workload, costs: CostLaws, num_gpus: int) -> list[_Group]:
+    rate = costs.trainer.most_rate(num_gpus)
     groups = []
     for row in workload.lengths.turns:
-        tokens = sum(map(workload.num_tokens, row))
+        lengths = [workload.num_tokens(turns) for turns in row]
+        tokens = sum(lengths)
+        work = tokens * costs.trainer.length_factor(lengths)
         ready_s = max(_alone_s(workload, costs, turns) for turns in row)
-        groups.append(_Group(ready_s, tokens, tokens / rate))
+        groups.append(_Group(ready_s, tokens, work, work / rate))
     return groups
 
 
-def _alone_s(workload: Workload, costs: Costs, turns: tuple[int, ...]) -> float:
+def _alone_s(workload: Workload, costs: CostLaws, turns: tuple[int, ...]) -> float:
     """The time of a response alone on an engine, with the time of its environment."""
     decode_s = costs.engine.decode_s(running=1, kv_tokens=workload.prompt_tokens, steps=sum(turns))
     return decode_s + (len(turns) - 1) * workload.environment_s
-
-
-def _best_efficiency(costs: Costs) -> float:
-    return max([1.0, *costs.trainer.layout_efficiency.values()])
 
 
 def _order_s(trainable_s: list[float], train_s: list[float]) -> float:
@@ -92,19 +95,19 @@ def _order_s(trainable_s: list[float], train_s: list[float]) -> float:
     return end_s
 
 
-def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: float) -> float:
+def _gpu_seconds_s(workload: Workload, costs: CostLaws, num_gpus: int, *, work: float, first_s: float) -> float:
     """The smallest T with room for the GPU-seconds of all stages. The need falls with T, so bisection finds it."""
     tokens = sum(workload.num_tokens(turns) for row in workload.lengths.turns for turns in row)
     others = _rollout_gpu_s(workload, costs) + tokens / costs.inference.rate_tokens_per_s
-    before_s = first_s + workload.n_minibatches * costs.trainer.fixed_s
-    rate = costs.trainer.rate(1.0) * _best_efficiency(costs)
+    before_s = first_s + workload.n_minibatches * costs.trainer.least_update_s
+    rate = costs.trainer.most_rate(1.0)
     exponent = costs.trainer.exponent
 
     def fits(end_s: float) -> bool:
         training_s = end_s - before_s
         if training_s <= 0:
             return False
-        num_training: float = (tokens / training_s / rate) ** (1 / exponent)
+        num_training: float = (work / training_s / rate) ** (1 / exponent)
         return num_training <= num_gpus and others + num_training * training_s <= num_gpus * end_s
 
     low, high = before_s, before_s + 1.0
@@ -117,7 +120,7 @@ def _gpu_seconds_s(workload: Workload, costs: Costs, num_gpus: int, *, first_s: 
     return low
 
 
-def _rollout_gpu_s(workload: Workload, costs: Costs) -> float:
+def _rollout_gpu_s(workload: Workload, costs: CostLaws) -> float:
     """GPU-seconds of generation: each token takes its share of a step of a full engine.
 
     The engine's cache holds at least the token's own sequence.
@@ -127,5 +130,6 @@ def _rollout_gpu_s(workload: Workload, costs: Costs) -> float:
     generated = sum(lengths)
     floor_s = engine.step_floor_s / engine.max_running * generated
     cached = sum(workload.prompt_tokens * length + length * (length - 1) // 2 for length in lengths)
-    line_s = (engine.step_base_s / engine.max_running + engine.step_per_sequence_s) * generated
+    base_s = engine.step_base_s + engine.experts_s(engine.max_running)
+    line_s = (base_s / engine.max_running + engine.step_per_sequence_s) * generated
     return engine.gpus_per_engine * max(floor_s, line_s + engine.step_per_kv_token_s * cached)

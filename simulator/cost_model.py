@@ -3,10 +3,14 @@
 The defaults belong together: with them a static schedule of the published 64-GPU timeline (7B, GRPO) takes the
 published 985 s. A decode step of an engine gives every running sequence one token and takes
 
-    max(step_floor_s, step_base_s + step_per_sequence_s * running + step_per_kv_token_s * kv_tokens)
+    max(step_floor_s, step_base_s + step_per_sequence_s * running + step_per_kv_token_s * kv_tokens + experts)
 
     running    running sequences of the engine
     kv_tokens  tokens in its KV cache
+    experts    step_experts_s * (1 - (1 - expert_share) ** running): those that some sequence of the batch goes to
+
+`CostLaws` is what an iteration asks of its costs. `Costs` answers with the numbers of a scenario's section, and
+`simulator.physics` with numbers that it computes from a model and a GPU.
 
 Invariants:
 - `decode_s` is the exact sum of the times of its steps, in closed form. [test_costs: decoding_is_the_sum_of_its_steps]
@@ -16,8 +20,8 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
@@ -44,6 +48,10 @@ class EngineCosts(Section):
     step_per_kv_token_s: Annotated[
         NonNegativeFloat, Source("P: 57,344 bytes a token (28 layers, 4 KV heads, bf16) over 2 GPUs at 3.2 TB/s")
     ] = 9.0e-9
+    step_experts_s: Annotated[NonNegativeFloat, Source("0: a dense model; else to read the weights of all experts")] = (
+        0.0
+    )
+    expert_share: Annotated[_Share, Source("the share of its experts to which a model sends a token")] = 0.0
     kv_capacity_tokens: Annotated[Positive, Source("A: 2 * 80 GB * 0.85 less the weights, at 57 kB a token")] = (
         2_000_000
     )
@@ -76,7 +84,13 @@ class EngineCosts(Section):
     def _line(self, running: int, kv_tokens: int) -> tuple[float, float]:
         """The seconds of the first step without the floor, and the increase from each step to the next."""
         first = self.step_base_s + self.step_per_sequence_s * running + self.step_per_kv_token_s * kv_tokens
+        if self.step_experts_s:
+            first += self.experts_s(running)
         return first, self.step_per_kv_token_s * running
+
+    def experts_s(self, running: float) -> float:
+        """The seconds in which a step of so many sequences reads the experts that they go to."""
+        return self.step_experts_s * float(1 - (1 - self.expert_share) ** running)
 
     def _floored(self, first: float, growth: float, most: int) -> int:
         """The number of steps that take the floor, before the line rises above it."""
@@ -122,9 +136,27 @@ class TrainerCosts(Section):
         """Tokens a second in a layout with efficiency 1."""
         return self.rate_tokens_per_s * float((num_gpus / self.rate_gpus) ** self.exponent)
 
+    def length_factor(self, lengths: Sequence[int]) -> float:
+        """All tokens are alike, whatever the lengths."""
+        return 1.0
+
+    def update_s(self, layout: Layout) -> float:
+        return self.fixed_s
+
+    def has_own_rate(self, layout: Layout) -> bool:
+        return str(layout) in self.layout_efficiency
+
+    def most_rate(self, num_gpus: float) -> float:
+        return self.rate(num_gpus) * max([1.0, *self.layout_efficiency.values()])
+
+    @property
+    def least_update_s(self) -> float:
+        return self.fixed_s
+
 
 class InferenceCosts(Section):
     rate_tokens_per_s: Annotated[PositiveFloat, Source("F: per GPU; the published 45 s on 64 GPUs")] = 26_000.0
+    gpus_per_copy: Annotated[Positive, Source("A: one GPU holds a 7B model")] = 1
 
 
 class SwitchCosts(Section):
@@ -169,6 +201,48 @@ class SyncCosts(Section):
     def sync_s(self) -> float:
         """The time from the last optimizer step until every component has the new weights."""
         return self.fixed_s + self.weight_bytes / self.bytes_per_s
+
+
+class TrainerLaw(Protocol):
+    """What an iteration asks of the trainer's times."""
+
+    @property
+    def exponent(self) -> float:
+        """The power of the GPUs in `most_rate`."""
+
+    @property
+    def least_update_s(self) -> float:
+        """The shortest `update_s` of a layout."""
+
+    def tokens_s(self, num_tokens: float, layout: Layout) -> float:
+        """The seconds of tokens of usual lengths that the replicas share evenly."""
+
+    def length_factor(self, lengths: Sequence[int]) -> float:
+        """The seconds of sequences of these lengths, over those of as many tokens of usual lengths."""
+
+    def update_s(self, layout: Layout) -> float:
+        """The seconds of an update that its tokens do not change."""
+
+    def has_own_rate(self, layout: Layout) -> bool:
+        """Whether the rate does not follow from those of other numbers of GPUs."""
+
+    def most_rate(self, num_gpus: float) -> float:
+        """Tokens of usual lengths a second that no layout on so many GPUs exceeds: a power of the GPUs."""
+
+
+class CostLaws(Protocol):
+    """What an iteration asks of its costs."""
+
+    @property
+    def engine(self) -> EngineCosts: ...
+    @property
+    def trainer(self) -> TrainerLaw: ...
+    @property
+    def inference(self) -> InferenceCosts: ...
+    @property
+    def switch(self) -> SwitchCosts: ...
+    @property
+    def sync(self) -> SyncCosts: ...
 
 
 class Costs(Section):

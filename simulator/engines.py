@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from simulator.columns import Columns
 from simulator.cost_model import EngineCosts
+from simulator.noise import EXACT, Noise
 from tidegate.types import GpuId
 
 
@@ -71,7 +72,10 @@ class _Member:
 
 @dataclass(slots=True)
 class Engine:
-    """`at_s` is the end of the last step. It is later than now during a step or a prefill that all must wait for."""
+    """`at_s` is the end of the last step. It is later than now during a step or a prefill that all must wait for.
+
+    `noise` gives the steps of each batch their factor.
+    """
 
     name: int
     gpus: tuple[GpuId, ...]
@@ -81,6 +85,9 @@ class Engine:
     steps: int = 0
     kv_tokens: int = 0
     next: Next | None = None
+    noise: Noise = EXACT
+    _slowness: float = 1.0
+    _num_batches: int = 0
     _members: dict[int, _Member] = field(default_factory=dict)
     _ends: list[tuple[int, int]] = field(default_factory=list)
 
@@ -106,8 +113,7 @@ class Engine:
         """The caller calls `plan` afterwards."""
         self.advance(now_s)
         if self._members and self.at_s < now_s:
-            in_flight = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=1)
-            self._step(1, self.at_s + in_flight)
+            self._step(1, self.at_s + self.decode_s(1))
         self.next = None
         self.at_s += self._prefill_s(sequence)
         start = self.steps - sequence.generated
@@ -122,13 +128,19 @@ class Engine:
         if not self._members:
             self.next = None
             return None
+        self._slowness = self.noise.of_engine(self.name, self._num_batches)
+        self._num_batches += 1
         to_end = max(0, self._ends[0][0] - self.steps)
         to_full = (self.costs.kv_capacity_tokens - self.kv_tokens) // self.running + 1
         overflows = self.running > 1 and to_full < to_end
         steps = max(0, to_full) if overflows else to_end
-        seconds = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=steps)
-        self.next = Next(self.at_s + seconds, steps, overflows)
+        self.next = Next(self.at_s + self.decode_s(steps), steps, overflows)
         return self.next
+
+    def decode_s(self, steps: int) -> float:
+        """The seconds of the next steps with the present batch."""
+        exact_s = self.costs.decode_s(running=self.running, kv_tokens=self.kv_tokens, steps=steps)
+        return exact_s * self._slowness
 
     def take_ended(self) -> list[Sequence]:
         """Take the sequences that have reached the end of their turn, by step and then by number."""
@@ -161,11 +173,11 @@ class Engine:
         """The steps completed since `at_s`, and the end of the last one. A planned event comes at its exact time."""
         if self.next and now_s >= self.next.at_s:
             return self.next.steps, self.next.at_s
-        state = {"running": self.running, "kv_tokens": self.kv_tokens}
-        steps = self.costs.steps_within(now_s - self.at_s, **state)
+        exact_s = (now_s - self.at_s) / self._slowness
+        steps = self.costs.steps_within(exact_s, running=self.running, kv_tokens=self.kv_tokens)
         if self.next:
             steps = min(steps, self.next.steps - 1)
-        return steps, self.at_s + self.costs.decode_s(steps=steps, **state)
+        return steps, self.at_s + self.decode_s(steps)
 
     def _step(self, steps: int, at_s: float) -> None:
         self.steps += steps

@@ -2,10 +2,10 @@
 
 Order:
 1. Complete groups, in the order in which they ended: of each what is not computed yet.
-2. Where no group waits, responses whose groups are still generated: one a GPU at a time, the oldest first.
+2. Where no group waits, responses whose groups are still generated: one a copy at a time, the oldest first.
 
 A group divides over the GPUs as if responses did. A response does not: the last piece that waits takes as long as its
-longest response on one GPU.
+longest response on one copy of `gpus_per_copy` GPUs.
 
 Invariants:
 - A GPU leaves between two pieces of work, never within one. [test_world: a_gpu_leaves_the_inference_between]
@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice
 
 from simulator.clock import Due
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.workload import Workload
@@ -50,7 +50,7 @@ class Inference:
     """`group_done` gets the number and the tokens of each group."""
 
     def __init__(
-        self, workload: Workload, costs: Costs, shared: Shared, group_done: Callable[[int, int], None]
+        self, workload: Workload, costs: CostLaws, shared: Shared, group_done: Callable[[int, int], None]
     ) -> None:
         self._workload, self._costs, self._shared, self._group_done = workload, costs, shared, group_done
         self._left = workload.num_groups
@@ -107,7 +107,7 @@ class Inference:
             rate = self._costs.inference.rate_tokens_per_s
             seconds = work.num_tokens / (len(self.gpus) * rate)
             if not self.backlog:
-                seconds = max(seconds, work.longest / rate)
+                seconds = max(seconds, work.longest / (rate * self._costs.inference.gpus_per_copy))
             due = self._shared.clock.schedule(self._shared.clock.now_s + seconds, self._computed)
             self._current = due, work
         doing = Doing.INFERRING if self.is_busy else Doing.WAITING
@@ -120,7 +120,7 @@ class Inference:
         if not self._workload.scores_ahead:
             return None
         ahead = ((group, each) for group, waiting in self._waiting.items() for each in waiting)
-        responses = tuple(islice(ahead, len(self.gpus)))
+        responses = tuple(islice(ahead, max(1, len(self.gpus) // self._costs.inference.gpus_per_copy)))
         for group, _ in responses:
             self._waiting[group].pop(0)
             if not self._waiting[group]:

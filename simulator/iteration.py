@@ -15,8 +15,10 @@ from dataclasses import replace
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
 from simulator.bound import clairvoyant_bound
+from simulator.cost_model import CostLaws
 from simulator.happenings import Happening, What
 from simulator.job_spec import job_of, response_share
+from simulator.noise import Noise
 from simulator.outcome import PolicyDecision, Run, spans
 from simulator.scenario import Scenario
 from simulator.situations import Situations, to_ms
@@ -61,9 +63,10 @@ class SimulatedIteration:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
         workload = scenario.workload(seed)
+        self.costs: CostLaws = scenario.laws()
         self.spec: JobSpec = job_of(scenario, workload.lengths)
         self.workload: Workload = replace(workload, response_share=response_share(scenario, self.spec.lengths))
-        self.situations = Situations(scenario, self.spec, self.workload)
+        self.situations = Situations(scenario, self.spec, self.workload, self.costs)
 
     def world(self, at: Assignment) -> World:
         """The world that begins with this assignment."""
@@ -71,7 +74,8 @@ class SimulatedIteration:
         trainer, layout = (at.trainer.gpus, at.trainer.layout) if at.trainer else ((), None)
         placement = Placement(self.scenario.cluster.gpus(), rollout, at.inference, trainer, layout)
         own = self.scenario
-        return World(self.workload, own.costs, placement, own.scheduled_faults(), own.model)
+        noise = Noise(own.noise, self.seed)
+        return World(self.workload, self.costs, placement, own.scheduled_faults(), own.reshard_model, noise)
 
     def run_of(self, world: World, *, policy: str, decisions: list[PolicyDecision]) -> Run:
         """The result of an iteration that has ended."""
@@ -84,7 +88,7 @@ class SimulatedIteration:
             timeline={gpu: spans(marks, world.now_s) for gpu, marks in world.gpus.doings.items()},
             decisions=tuple(decisions),
             history=tuple(world.history),
-            bound=clairvoyant_bound(self.workload, self.scenario.costs, len(world.gpus.cluster)),
+            bound=clairvoyant_bound(self.workload, self.costs, len(world.gpus.cluster)),
             num_moves=len(decisions) - 1,
             num_samples=num_trained,
             num_lost=self.workload.num_groups * size - num_trained,

@@ -25,12 +25,11 @@ from services.scheduler.state.layouts import replica_size, with_dp
 from services.scheduler.state.learned import MIN_SIGMA
 from services.scheduler.state.switch_costs import ReshardCosts
 from services.scheduler.state.values import JobSpec, Placed
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws, EngineCosts, TrainerLaw
 from simulator.lengths import LengthLaw as DrawnLaw
 from simulator.lengths import Lengths, LengthSection
 from simulator.scenario import Scenario, ScenarioError
-from simulator.scenario_checks import sharing
-from tidegate.config.checks.actor_layouts import allowed_layouts
+from simulator.scenario_physics import fewest_copies, other_layouts
 from tidegate.types import GpuId, Layout, Role
 
 COMMAND_DEADLINE_MS = 600_000
@@ -46,14 +45,14 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
     if homeless := [role.value for role, gpus in has.items() if not gpus]:
         names = " and ".join(f"cluster.placement.{role}" for role in homeless)
         raise ScenarioError(f"{names} has no GPUs: a policy starts from a placement; give each component at least one")
-    size = scenario.costs.engine.gpus_per_engine
+    others, laws = other_layouts(scenario), scenario.laws()
+    size, copy = laws.engine.gpus_per_engine, laws.inference.gpus_per_copy
     layouts = {
         Role.ACTOR: placement.layout or Layout(dp=len(placement.actor)),
         Role.ROLLOUT: Layout(tp=size, dp=len(placement.rollout) // size),
-        Role.INFERENCE: Layout(dp=len(placement.inference)),
+        Role.INFERENCE: Layout(tp=copy, dp=len(placement.inference) // copy),
     }
     held = {gpu for gpus in has.values() for gpu in gpus}
-    others = allowed_layouts(scenario.actor_layouts, num_gpus=len(placement.cluster), **sharing(scenario))
     law = population_law(scenario.lengths, lengths)
     share = response_share(scenario, law)
     return JobSpec(
@@ -73,27 +72,23 @@ def job_of(scenario: Scenario, lengths: Lengths) -> JobSpec:
         scores_ahead=scenario.scores_ahead,
         num_logical_shards=scenario.actor_num_logical_shards,
         layouts=others,
-        costs=measured_costs(scenario.costs, _reshard(scenario)),
+        fewest_actor_copies=fewest_copies(scenario),
+        costs=measured_costs(laws, layouts[Role.ACTOR], _reshard(scenario)),
         rates=Rates(
-            _trainer_rates(scenario, layouts[Role.ACTOR], held, share),
-            scenario.costs.inference.rate_tokens_per_s * share,
-            by_layout=_rates_by_layout(scenario.costs, others, share),
+            _trainer_rates(scenario, laws.trainer, layouts[Role.ACTOR], held, share),
+            laws.inference.rate_tokens_per_s * share,
+            by_layout=_rates_by_layout(laws.trainer, others, share),
         ),
         lengths=law,
     )
 
 
-def measured_costs(costs: Costs, reshard: ReshardCosts | None = None) -> MeasuredCosts:
+def measured_costs(costs: CostLaws, home: Layout, reshard: ReshardCosts | None = None) -> MeasuredCosts:
+    """`home`: the layout in which earlier iterations measured the fixed part of an update."""
     engine, switch = costs.engine, costs.switch
     return MeasuredCosts(
-        decode=DecodeStep(
-            # Every step includes the base, so the base is the floor where the scenario names no larger one.
-            floor_s=max(engine.step_floor_s, engine.step_base_s),
-            base_s=engine.step_base_s,
-            per_sequence_s=engine.step_per_sequence_s,
-            per_kv_token_s=engine.step_per_kv_token_s,
-        ),
-        update_s=costs.trainer.fixed_s,
+        decode=_decode_step(engine),
+        update_s=costs.trainer.update_s(home),
         release_s=switch.release_s,
         acquire_s=switch.acquire_s,
         resubmit_s=switch.resubmit_s,
@@ -105,8 +100,24 @@ def measured_costs(costs: Costs, reshard: ReshardCosts | None = None) -> Measure
     )
 
 
+def _decode_step(engine: EngineCosts) -> DecodeStep:
+    """The line of an engine's steps. The time of experts bends it: their line fits all batches from one sequence on by
+    least squares."""
+    at_0 = slope = 0.0
+    if engine.step_experts_s:
+        batches = range(1, engine.max_running + 1)
+        slope, at_0 = map(float, np.polyfit(batches, [engine.experts_s(running) for running in batches], 1))
+    return DecodeStep(
+        # Every step includes the base, so the base is the floor where the scenario names no larger one.
+        floor_s=max(engine.step_floor_s, engine.step_base_s + engine.experts_s(1)),
+        base_s=engine.step_base_s + at_0,
+        per_sequence_s=engine.step_per_sequence_s + slope,
+        per_kv_token_s=engine.step_per_kv_token_s,
+    )
+
+
 def _reshard(scenario: Scenario) -> ReshardCosts | None:
-    switch, model = scenario.costs.switch, scenario.model
+    switch, model = scenario.costs.switch, scenario.reshard_model
     if model is None:
         return None
     return ReshardCosts(
@@ -137,19 +148,19 @@ def mean_tokens(law: LengthLaw) -> float:
 
 
 def _trainer_rates(
-    scenario: Scenario, home: Layout, gpus: Collection[GpuId], share: float
+    scenario: Scenario, trainer: TrainerLaw, home: Layout, gpus: Collection[GpuId], share: float
 ) -> tuple[tuple[int, float], ...]:
     """(GPUs, response tokens a second) of the trainer in three kinds of layouts, with the configured size of a copy:
 
     - the configured layout;
     - the largest layout on all of the job's GPUs;
-    - each layout with an efficiency of its own.
+    - each layout with a rate of its own.
 
     Minibatches divide over the copies.
     """
-    own, trainer = scenario.algorithm, scenario.costs.trainer
+    own, fewest = scenario.algorithm, fewest_copies(scenario)
     most = min(len(gpus) // replica_size(home), own.prompts_per_iteration // own.n_minibatches * own.group_size)
-    named = [copies for copies in range(1, most + 1) if str(replace(home, dp=copies)) in trainer.layout_efficiency]
+    named = [copies for copies in range(fewest, most + 1) if trainer.has_own_rate(replace(home, dp=copies))]
     layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
     return tuple(
         (layout.num_ranks, share / trainer.tokens_s(1.0, layout))
@@ -157,10 +168,11 @@ def _trainer_rates(
     )
 
 
-def _rates_by_layout(costs: Costs, layouts: Collection[Layout], share: float) -> tuple[tuple[Layout, float], ...]:
-    """The trainer's rates in kinds of copies of which some layout has an efficiency of its own."""
-    trainer = costs.trainer
-    known = {replace(layout, dp=1) for layout in layouts if str(layout) in trainer.layout_efficiency}
+def _rates_by_layout(
+    trainer: TrainerLaw, layouts: Collection[Layout], share: float
+) -> tuple[tuple[Layout, float], ...]:
+    """The trainer's rates in kinds of copies of which some layout has a rate of its own."""
+    known = {replace(layout, dp=1) for layout in layouts if trainer.has_own_rate(layout)}
     return tuple(
         (layout, share / trainer.tokens_s(1.0, layout)) for layout in layouts if replace(layout, dp=1) in known
     )

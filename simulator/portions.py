@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.actor.portions import PORTION_S, Portion, next_portion
-from simulator.cost_model import TrainerCosts, imbalance
+from simulator.cost_model import TrainerLaw, imbalance
 from simulator.workload import Workload
 from tidegate.megatron.batching import Limits, ReplicaPlace, plan_micro_batches
 from tidegate.megatron.bundles import plan_bundles
@@ -35,7 +35,7 @@ class Joining:
 
 
 class Portions:
-    def __init__(self, workload: Workload, costs: TrainerCosts) -> None:
+    def __init__(self, workload: Workload, costs: TrainerLaw) -> None:
         self._workload, self._costs = workload, costs
 
     def next(self, groups: Sequence[int], *, num_missing: int, layout: Layout) -> Portion | None:

@@ -20,10 +20,11 @@ from functools import partial
 
 from simulator.clock import Due
 from simulator.columns import Columns
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.engines import Engine, Sequence
 from simulator.gpus import Doing, Holder, MoveRefused
 from simulator.happenings import Shared, What
+from simulator.noise import EXACT, Noise
 from simulator.workload import Workload
 from tidegate.types import GpuId
 
@@ -32,9 +33,15 @@ class Rollout:
     """`ended` gets each sequence that has ended, and whether it is the last of its group."""
 
     def __init__(
-        self, workload: Workload, costs: Costs, shared: Shared, ended: Callable[[Sequence, bool], None]
+        self,
+        workload: Workload,
+        costs: CostLaws,
+        shared: Shared,
+        ended: Callable[[Sequence, bool], None],
+        noise: Noise = EXACT,
     ) -> None:
         self._workload, self._costs, self._shared, self._ended = workload, costs, shared, ended
+        self._noise = noise
         self.sequences = tuple(workload.sequences())
         self.engines: dict[int, Engine] = {}
         self.waiting: deque[Sequence] = deque(self.sequences)
@@ -137,7 +144,9 @@ class Rollout:
         self.engines[name] = self._new_engine(name, gpus)
 
     def _new_engine(self, name: int, gpus: tuple[GpuId, ...]) -> Engine:
-        return Engine(name=name, gpus=gpus, costs=self._costs.engine, columns=self.columns, at_s=self._now)
+        return Engine(
+            name=name, gpus=gpus, costs=self._costs.engine, columns=self.columns, at_s=self._now, noise=self._noise
+        )
 
     def _acquired(self, name: int) -> None:
         if gpus := self._starting.pop(name, None):

@@ -3,7 +3,8 @@
 Order of the checks:
 1. Keys, types and ranges.
 2. Relations between sections.
-3. The lengths file.
+3. What the physics can run: the memory of each layout and engine.
+4. The lengths file.
 The first step with faults reports all of them, one a line, with the file and line or the override of the value. Nothing
 runs before all checks pass.
 
@@ -20,9 +21,12 @@ import numpy as np
 import yaml
 from pydantic import ValidationError, model_validator
 
+from simulator.cost_model import CostLaws
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.lengths import BadTrace, LengthLaw, Lengths, draw_lengths, lengths_of_trace, parse_trace
+from simulator.noise import Noise
 from simulator.scenario_checks import gpus_of, scenario_faults
+from simulator.scenario_physics import computed_laws, expected_work, home_layout, physics_faults
 from simulator.scenario_sections import FaultSection, ScenarioSections
 from simulator.workload import Workload
 from simulator.world import Placement, World
@@ -41,7 +45,10 @@ from tidegate.config.reading.layers import (
 )
 from tidegate.config.reading.origins import with_origin, with_origins
 from tidegate.config.reading.yaml_text import AmbiguousYaml, read_yaml, yaml_problem
-from tidegate.types import GpuId, Layout, NodeId, Role
+from tidegate.types import GpuId, NodeId, Role
+
+USUAL_PROMPTS, USUAL_MEMBERS = 2048, 4
+"""The size of a sample of usual lengths. The means of two such samples differ by 1 %."""
 
 
 class ScenarioError(ConfigError):
@@ -53,7 +60,7 @@ class Scenario(ScenarioSections):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Scenario:
-        if found := scenario_faults(self):
+        if found := scenario_faults(self) or physics_faults(self):
             raise ValueError("\n".join(found))
         return self
 
@@ -61,8 +68,25 @@ class Scenario(ScenarioSections):
         gpus = self.cluster.gpus()
         has = {role: tuple(gpus[index] for index in gpus_of(self, role)) for role in Role}
         actor = has[Role.ACTOR]
-        own = self.actor_layout.layout() if self.actor_layout else Layout(dp=max(1, len(actor)))
-        return Placement(gpus, has[Role.ROLLOUT], has[Role.INFERENCE], actor, own if actor else None)
+        return Placement(gpus, has[Role.ROLLOUT], has[Role.INFERENCE], actor, home_layout(self) if actor else None)
+
+    def laws(self) -> CostLaws:
+        """The times in force: those of `costs`, or those that `physics` computes for usual lengths of responses.
+
+        ScenarioError as `read_lengths`."""
+        if not self.is_computed:
+            return self.costs
+        own = self.algorithm
+        update_sequences = own.prompts_per_iteration / own.n_minibatches * own.group_size
+        usual = self.workload_of(self._usual_lengths())
+        return computed_laws(self, expected_work(usual, update_sequences))
+
+    def _usual_lengths(self) -> Lengths:
+        """A sample of what earlier iterations had. No number of it is a length of this iteration, except in a trace."""
+        if self.lengths.law is LengthLaw.TRACE:
+            return self.read_lengths()
+        rng = np.random.default_rng(0)
+        return draw_lengths(self.lengths, num_prompts=USUAL_PROMPTS, group_size=USUAL_MEMBERS, rng=rng)
 
     def scheduled_faults(self) -> tuple[Fault, ...]:
         return tuple(_scheduled(fault, self.cluster.gpus()) for fault in self.faults)
@@ -97,7 +121,9 @@ class Scenario(ScenarioSections):
 
     def world(self, seed: int | None = None) -> World:
         """ScenarioError as `read_lengths`."""
-        return World(self.workload(seed), self.costs, self.placement(), self.scheduled_faults(), self.model)
+        noise = Noise(self.noise, self.seed if seed is None else seed)
+        own = self.workload(seed), self.laws(), self.placement(), self.scheduled_faults()
+        return World(*own, self.reshard_model, noise)
 
 
 _FILE_NAMES = {path: mark for path, info in fields_of(Scenario) for mark in info.metadata if isinstance(mark, FileName)}

@@ -114,9 +114,8 @@ def _shards_faults(scenario: ScenarioSections) -> Iterator[str]:
 
 
 def _model_faults(scenario: ScenarioSections) -> Iterator[str]:
-    section = scenario.actor_layout
-    layout = section.layout() if section else Layout()
-    if scenario.model and (why := scenario.model.refusal(layout)):
+    layout, model = scenario.actor_layout.layout() if scenario.actor_layout else Layout(), scenario.reshard_model
+    if model and (why := model.refusal(layout)):
         yield f"actor_layout.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
 
 
@@ -124,6 +123,7 @@ def _actor_layouts_faults(scenario: ScenarioSections) -> Iterator[str]:
     """The checks of a job's config that need no model of its own."""
     num_gpus, num_shards = len(scenario.cluster.gpus()), scenario.actor_num_logical_shards
     home = scenario.actor_layout.layout() if scenario.actor_layout else Layout()
+    model = scenario.reshard_model
     for at, section in enumerate(scenario.actor_layouts):
         layout, key = section.layout(), f"actor_layouts.{at}"
         if num_shards is not None and (layout.tp, layout.cp) != (home.tp, home.cp):
@@ -133,7 +133,7 @@ def _actor_layouts_faults(scenario: ScenarioSections) -> Iterator[str]:
             )
         elif layout.num_ranks > num_gpus:
             yield f"{key}: layout {layout} has {layout.num_ranks} ranks and the cluster {num_gpus} GPUs: lower an axis"
-        elif scenario.model and (why := scenario.model.refusal(layout)):
+        elif model and (why := model.refusal(layout)):
             yield f"{key}.tp={layout.tp}, pp={layout.pp} cannot hold the model: {why}"
         elif not allowed_layouts([section], num_gpus=num_gpus, **sharing(scenario)):
             own = scenario.algorithm

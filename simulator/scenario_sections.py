@@ -11,6 +11,8 @@ from simulator.cost_model import Costs
 from simulator.happenings import What
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
+from simulator.noise import NoiseSection
+from simulator.physics.sections import PhysicsLaw, PhysicsSection
 from tidegate.config.base import Count, GpuList, Nodes, NonNegativeFloat, Positive, Section
 from tidegate.config.sections.job import AllowedLayoutSection, LayoutSection
 from tidegate.config.sections.scheduler import SchedulerSection
@@ -107,9 +109,13 @@ class ScenarioSections(Section):
     actor_num_logical_shards: Positive | None = None
     """For a reproducible actor: `actor.num_logical_shards` of a job. None: every dp is legal."""
     model: ModelSection | None = None
-    """The model that the trainer's reshards move. None: each reshard takes `costs.switch.reshard_s`."""
+    """The model that the trainer's reshards move. None: each reshard takes `costs.switch.reshard_s`. Under
+    `physics.law: roofline` it is the model of the physics."""
     algorithm: AlgorithmSection = AlgorithmSection()
     lengths: LengthSection = LengthSection()
+    physics: PhysicsSection = PhysicsSection()
+    """The law of all times. With `roofline` it computes those of `costs` that depend on the model and the GPU."""
+    noise: NoiseSection = NoiseSection()
     costs: Costs = Costs()
     scheduler: SchedulerSection = SchedulerSection()
     """The default policy and the rules of each policy. In a simulation a policy knows the costs and lengths that
@@ -120,6 +126,16 @@ class ScenarioSections(Section):
     def carries_gradients(self) -> bool:
         """As `actor.carries_gradients` of a job."""
         return self.algorithm.streams and self.actor_num_logical_shards is None
+
+    @property
+    def reshard_model(self) -> ModelSection | None:
+        """The model that reshards move. None: each of them takes `reshard_s`."""
+        return self.physics.named_shape().reshard_model() if self.is_computed else self.model
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the physics computes the times."""
+        return self.physics.law is PhysicsLaw.ROOFLINE
 
     @property
     def scores_ahead(self) -> bool:

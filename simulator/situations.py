@@ -18,6 +18,7 @@ from services.scheduler.policy.situation import Inference, Situation, Trainer
 from services.scheduler.state.observed import CUT, ENDED, Engine, Generation, Inferring, TrainerRate, Training
 from services.scheduler.state.remembered import Remembered
 from services.scheduler.state.values import JobSpec, Placed
+from simulator.cost_model import CostLaws
 from simulator.engines import Engine as SimulatedEngine
 from simulator.gpus import Holder
 from simulator.scenario import Scenario
@@ -29,8 +30,8 @@ from tidegate.types import GpuId
 class Situations:
     """Makes the situations of one iteration. The constant parts are made once."""
 
-    def __init__(self, scenario: Scenario, spec: JobSpec, workload: Workload) -> None:
-        self._spec, self._costs = spec, scenario.costs
+    def __init__(self, scenario: Scenario, spec: JobSpec, workload: Workload, costs: CostLaws) -> None:
+        self._spec, self._costs = spec, costs
         self._hints = workload.lengths.hints
         self._max_tokens = scenario.lengths.max_tokens
 
@@ -74,7 +75,7 @@ class Situations:
             is_at_boundary=trainer.is_at_boundary,
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
             measured=self._rates(world),
-            update_s=self._costs.trainer.fixed_s if trainer.minibatch else None,
+            update_s=trainer.measured_update_s,
             portion_ends_at_ms=None if trainer.portion_ends_at_s is None else to_ms(trainer.portion_ends_at_s),
         )
 
@@ -102,7 +103,6 @@ def inferring(world: World) -> Inferring:
 
 def _engine(engine: SimulatedEngine) -> Engine:
     running, costs = engine.running, engine.costs
-    step_s = costs.decode_s(running=running, kv_tokens=engine.kv_tokens, steps=1)
     return Engine(
         gpus=engine.gpus,
         num_running=running,
@@ -110,7 +110,7 @@ def _engine(engine: SimulatedEngine) -> Engine:
         num_kv_tokens=engine.kv_tokens,
         kv_capacity_tokens=costs.kv_capacity_tokens,
         max_running=costs.max_running,
-        rate_tokens_per_s=running / step_s,
+        rate_tokens_per_s=running / engine.decode_s(1),
     )
 
 

@@ -32,10 +32,11 @@ from functools import partial
 
 from services.actor.portions import Portion
 from simulator.clock import Due
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.gpus import Doing, Holder
 from simulator.happenings import Shared, What
 from simulator.model import ModelSection
+from simulator.noise import EXACT, Noise
 from simulator.portions import Portions
 from simulator.reshard_costs import change_of, moved_bytes
 from simulator.workload import Workload
@@ -52,7 +53,8 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The time of portions without the fixed part of an update. `even_s`: if replicas had shared them evenly."""
+    """The time of portions without the fixed part of an update. `even_s`: that of tokens of usual lengths, if replicas
+    had shared them evenly."""
 
     even_s: float = 0.0
     seconds: float = 0.0
@@ -64,9 +66,17 @@ class Measured:
 class Trainer:
     """The trainer ends the iteration after `n_minibatches` optimizer steps and one weight sync."""
 
-    def __init__(self, workload: Workload, costs: Costs, shared: Shared, model: ModelSection | None = None) -> None:
-        """`model` is the model that reshards move. None: every reshard takes the published time."""
+    def __init__(
+        self,
+        workload: Workload,
+        costs: CostLaws,
+        shared: Shared,
+        model: ModelSection | None = None,
+        noise: Noise = EXACT,
+    ) -> None:
+        """`model` is the model that reshards move. None: every reshard takes `costs.switch.reshard_s`."""
         self._workload, self._costs, self._shared, self._model = workload, costs, shared, model
+        self._noise, self._num_portions = noise, 0
         self._portions = Portions(workload, costs.trainer)
         self.gpus: tuple[GpuId, ...] = ()
         self.layout: Layout | None = None
@@ -79,6 +89,8 @@ class Trainer:
         """The groups in committed minibatches, in the order of training."""
         self.trained_in: dict[Layout, Measured] = {}
         """The layouts with a measured rate: after the first portion if it streams, else after the first minibatch."""
+        self.measured_update_s: float | None = None
+        """The fixed part of the last update. None before the first one."""
         self.waiting_resize: Resize | None = None
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
@@ -260,10 +272,13 @@ class Trainer:
         unevenness = self._portions.unevenness(portion, size=size, first_bundle=self._num_bundles, layout=self.layout)
         self._num_bundles += len(portion.bundle_sizes)
         even_s = self._costs.trainer.tokens_s(sum(tokens for _, tokens in groups), self.layout)
-        seconds = even_s * unevenness
+        lengths = [each for group, _ in groups for each in self._workload.sequence_tokens(group)]
+        seconds = even_s * unevenness * self._costs.trainer.length_factor(lengths)
+        seconds *= self._noise.of_portion(self._num_portions)
+        self._num_portions += 1
         measured = Measured(even_s, seconds)
         if portion.is_last:
-            seconds += self._costs.trainer.fixed_s
+            seconds += self._costs.trainer.update_s(self.layout)
             self.closes_at_s = self._now + seconds
             self._shared.report(What.MINIBATCH_CLOSED, self.minibatch, size)
         self.portion_ends_at_s = self._now + seconds
@@ -282,6 +297,8 @@ class Trainer:
             self.go()
 
     def _commit(self) -> None:
+        assert self.layout is not None, "a trainer with GPUs has a layout"
+        self.measured_update_s = self._costs.trainer.update_s(self.layout)
         num_tokens = sum(tokens for _, tokens in self.taken)
         self.trained.extend(group for group, _ in self.taken)
         self.taken, self._num_bundles, self.closes_at_s = [], 0, None

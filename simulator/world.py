@@ -32,13 +32,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from simulator.clock import Clock
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.engines import Sequence
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
 from simulator.inference import Inference
 from simulator.model import ModelSection
+from simulator.noise import EXACT, Noise
 from simulator.rollout import Rollout
 from simulator.training import Resize, Trainer
 from simulator.workload import Workload
@@ -68,16 +69,17 @@ class Placement:
 class World:
     """One iteration. MoveRefused: a component cannot have its placement.
 
-    `model` is the model that the trainer's reshards move. None: each reshard takes the published time.
+    `model` is the model that the trainer's reshards move. None: each reshard takes `costs.switch.reshard_s`.
     """
 
     def __init__(
         self,
         workload: Workload,
-        costs: Costs,
+        costs: CostLaws,
         placement: Placement,
         faults: Iterable[Fault] = (),
         model: ModelSection | None = None,
+        noise: Noise = EXACT,
     ) -> None:
         self.workload, self.costs = workload, costs
         self.history: list[Happening] = []
@@ -89,9 +91,9 @@ class World:
         """The present faults of each GPU. It is available again after the last one."""
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
-        self.trainer = Trainer(workload, costs, shared, model)
+        self.trainer = Trainer(workload, costs, shared, model, noise)
         self.inference = Inference(workload, costs, shared, self._group_inferred)
-        self.rollout = self._new_rollout(shared)
+        self.rollout = self._new_rollout(shared, noise)
         self._check_layout(placement.actor, placement.layout)
         self.rollout.start(placement.rollout)
         self.inference.start(placement.inference)
@@ -208,8 +210,8 @@ class World:
         if num_ranks != len(gpus):
             raise MoveRefused(f"layout {layout} has {num_ranks} ranks and the actor {len(gpus)} GPUs: give one a rank")
 
-    def _new_rollout(self, shared: Shared) -> Rollout:
-        return Rollout(self.workload, self.costs, shared, self._sequence_ended)
+    def _new_rollout(self, shared: Shared, noise: Noise) -> Rollout:
+        return Rollout(self.workload, self.costs, shared, self._sequence_ended, noise)
 
     def _group_inferred(self, group: int, num_tokens: int) -> None:
         self.trainer.add(group, num_tokens)

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simulator.asynchrony.course import Course, OnNewWeights
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.engines import Engine, Sequence
 from simulator.happenings import Shared
+from simulator.noise import EXACT, Noise
 from simulator.rollout import Rollout
 from tidegate.types import GpuId
 
@@ -45,9 +46,16 @@ class VersionedEngine(Engine):
 class VersionedRollout(Rollout):
     """Sequences wait once their iteration is issued (`issue`)."""
 
-    def __init__(self, course: Course, costs: Costs, shared: Shared, ended: Callable[[Sequence, bool], None]) -> None:
+    def __init__(
+        self,
+        course: Course,
+        costs: CostLaws,
+        shared: Shared,
+        ended: Callable[[Sequence, bool], None],
+        noise: Noise = EXACT,
+    ) -> None:
         self._course, self._version = course, 0
-        super().__init__(course.workload, costs, shared, ended)
+        super().__init__(course.workload, costs, shared, ended, noise)
         self.waiting.clear()
 
     def issue(self, iteration: int) -> None:
@@ -76,6 +84,7 @@ class VersionedRollout(Rollout):
             costs=self._costs.engine,
             columns=self.columns,
             at_s=self._now,
+            noise=self._noise,
             course=self._course,
             version=self._version,
         )

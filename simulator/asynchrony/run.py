@@ -27,8 +27,10 @@ from simulator.asynchrony.world import AsyncWorld
 from simulator.happenings import What
 from simulator.job_spec import measured_costs
 from simulator.lengths import Lengths
+from simulator.noise import Noise
 from simulator.outcome import GpuSpan, spans
 from simulator.scenario import Scenario, ScenarioError
+from simulator.scenario_physics import fewest_copies
 from simulator.training import Measured
 from simulator.world import Placement
 from tidegate.types import GpuId, Layout
@@ -53,10 +55,15 @@ class AsyncRun:
 
 def sizes_of(scenario: Scenario) -> Sizes:
     """The sizes that a split counts in."""
-    own = scenario.algorithm
-    per_minibatch = own.prompts_per_iteration // own.n_minibatches * own.group_size
-    engine, copy = scenario.costs.engine.gpus_per_engine, replica_size(_home(scenario))
-    return Sizes(len(scenario.cluster.gpus()), engine, copy, most_copies=per_minibatch)
+    own, laws = scenario.algorithm, scenario.laws()
+    return Sizes(
+        len(scenario.cluster.gpus()),
+        laws.engine.gpus_per_engine,
+        replica_size(_home(scenario)),
+        most_copies=own.prompts_per_iteration // own.n_minibatches * own.group_size,
+        fewest_copies=fewest_copies(scenario),
+        scorer=laws.inference.gpus_per_copy,
+    )
 
 
 def split_of(scenario: Scenario) -> Split:
@@ -79,10 +86,9 @@ def simulate_async(
     ScenarioError: the GPUs do not make the split. Unfinished: work waits for GPUs for ever.
     """
     sizes, start = sizes_of(scenario), split_of(scenario) if split is None else split
-    one = scenario.workload_of(lengths[0])
-    world = AsyncWorld(
-        long_workload(one, lengths), scenario.costs, _placement(scenario, start, sizes), rules, scenario.model
-    )
+    work, placement = long_workload(scenario.workload_of(lengths[0]), lengths), _placement(scenario, start, sizes)
+    noise = Noise(scenario.noise, scenario.seed)
+    world = AsyncWorld(work, scenario.laws(), placement, rules, scenario.reshard_model, noise)
     training = _Training(scenario, world, sizes, start)
     for happening in world.happenings():
         training.look()
@@ -134,10 +140,10 @@ class _Training:
     """What a running training has measured, and its splits."""
 
     def __init__(self, scenario: Scenario, world: AsyncWorld, sizes: Sizes, start: Split) -> None:
-        self._world, self._sizes, self._costs = world, sizes, scenario.costs
+        self._world, self._sizes, self._costs = world, sizes, world.costs
         self._home = _home(scenario)
         self._num_updates = scenario.algorithm.n_minibatches
-        self._decode = measured_costs(scenario.costs).decode
+        self._decode = measured_costs(world.costs, self._home).decode
         self.mover = Mover(world, sizes, self._home)
         self.splits: list[tuple[float, Split]] = [(0.0, start)]
         self._before = _Done()
@@ -192,7 +198,7 @@ class _Training:
             rollout_tokens_s=generating.tokens_s,
             inference_tokens_per_gpu_s=self._costs.inference.rate_tokens_per_s * workload.response_share,
             trainer_tokens_s=self._trainer_rate,
-            fixed_s=self._num_updates * self._costs.trainer.fixed_s + self._costs.sync.sync_s,
+            fixed_s=self._num_updates * self._costs.trainer.update_s(self._home) + self._costs.sync.sync_s,
         )
 
     def _trainer_rate(self, copies: int) -> float:

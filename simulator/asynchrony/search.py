@@ -35,10 +35,11 @@ def tuned_split(scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths
 
 
 def neighbours(split: Split, sizes: Sizes) -> Iterator[Split]:
-    """Splits with one copy more or less, and with inference GPUs for one engine more or less. The rollout has the
+    """Splits with one copy more or less, and with inference GPUs for about an engine more or less. The rollout has the
     rest."""
-    for copies, inference in ((-1, 0), (1, 0), (0, -sizes.engine), (0, sizes.engine)):
-        changed = split.copies + copies, split.inference + inference
-        rest = sizes.num_gpus - changed[0] * sizes.copy - changed[1]
-        if min(*changed, rest // sizes.engine) >= 1 and changed[0] <= sizes.most_copies:
-            yield Split(rest // sizes.engine, *changed)
+    scorers = -(-sizes.engine // sizes.scorer) * sizes.scorer
+    for more_copies, more_inference in ((-1, 0), (1, 0), (0, -scorers), (0, scorers)):
+        copies, inference = split.copies + more_copies, split.inference + more_inference
+        engines = (sizes.num_gpus - copies * sizes.copy - inference) // sizes.engine
+        if sizes.fewest_copies <= copies <= sizes.most_copies and inference >= sizes.scorer and engines >= 1:
+            yield Split(engines, copies, inference)

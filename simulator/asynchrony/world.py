@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 from simulator.asynchrony.course import Asynchrony, Course, LongWorkload
 from simulator.asynchrony.rollout import VersionedRollout
-from simulator.cost_model import Costs
+from simulator.cost_model import CostLaws
 from simulator.happenings import Happening, Shared, What
 from simulator.model import ModelSection
+from simulator.noise import EXACT, Noise
 from simulator.rollout import Rollout
 from simulator.world import Placement, World
 
@@ -34,10 +35,11 @@ class AsyncWorld(World):
     def __init__(
         self,
         workload: LongWorkload,
-        costs: Costs,
+        costs: CostLaws,
         placement: Placement,
         rules: Asynchrony,
         model: ModelSection | None = None,
+        noise: Noise = EXACT,
     ) -> None:
         self.course = Course(workload, rules)
         self.version = 0
@@ -47,7 +49,7 @@ class AsyncWorld(World):
         self._early: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """By iteration: (group, tokens) of groups that wait for the trainer to come to it."""
         self._per_iteration = workload.n_minibatches // workload.num_iterations
-        super().__init__(workload, costs, placement, model=model)
+        super().__init__(workload, costs, placement, model=model, noise=noise)
         self._issue()
 
     @property
@@ -66,8 +68,8 @@ class AsyncWorld(World):
         """(group, tokens) of all groups that have log-probabilities and that no minibatch has taken."""
         return [*self.trainer.ready, *(group for waiting in self._early.values() for group in waiting)]
 
-    def _new_rollout(self, shared: Shared) -> Rollout:
-        self._versioned = VersionedRollout(self.course, self.costs, shared, self._sequence_ended)
+    def _new_rollout(self, shared: Shared, noise: Noise) -> Rollout:
+        self._versioned = VersionedRollout(self.course, self.costs, shared, self._sequence_ended, noise)
         return self._versioned
 
     def _group_inferred(self, group: int, num_tokens: int) -> None:

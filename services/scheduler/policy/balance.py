@@ -47,17 +47,20 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """GPUs: of the job, of one engine, of one copy. `most_copies`: those that a minibatch divides over."""
+    """GPUs: of the job, of one engine, of one copy, of one scorer of the inference. `fewest_copies`: those that have
+    room for the model. `most_copies`: those that a minibatch divides over."""
 
     num_gpus: int
     engine: int
     copy: int
     most_copies: int
+    fewest_copies: int = 1
+    scorer: int = 1
 
     def splits(self) -> Iterator[Split]:
         """Every split, with all GPUs that make whole engines in the rollout."""
-        for copies in range(1, min(self.most_copies, self.num_gpus // self.copy) + 1):
-            for inference in range(1, self.num_gpus - copies * self.copy):
+        for copies in range(self.fewest_copies, min(self.most_copies, self.num_gpus // self.copy) + 1):
+            for inference in range(self.scorer, self.num_gpus - copies * self.copy, self.scorer):
                 if engines := (self.num_gpus - copies * self.copy - inference) // self.engine:
                     yield Split(engines, copies, inference)
 
