@@ -102,7 +102,7 @@ def _set_faults(scenario: ScenarioSections) -> Iterator[str]:
 
 def _room_faults(scenario: ScenarioSections) -> Iterator[str]:
     memory, home = memory_of(scenario), home_layout(scenario)
-    if why := memory.refusal(home):
+    if gpus_of(scenario, Role.ACTOR) and (why := memory.refusal(home)):
         yield f"actor_layout.tp={home.tp}, pp={home.pp}, dp={home.dp} has no room for the model: {why}"
     for at, section in enumerate(scenario.actor_layouts):
         layout = section.layout()
