@@ -201,4 +201,4 @@ def test_the_result_is_as_small_after_many_iterations_as_after_one() -> None:
 
 
 def test_what_a_job_assumes_is_what_the_simulator_assumes() -> None:
-    assert measured_costs(Costs()) == ASSUMED_COSTS
+    assert measured_costs(Costs(), Layout()) == ASSUMED_COSTS
