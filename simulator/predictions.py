@@ -169,7 +169,15 @@ def basis_of_config(
 
 
 def basis_of_calibration(scenario: Scenario) -> PredictionBasis:
-    """The basis from a calibrated scenario. It replaces the config's assumptions."""
+    """The basis from a calibrated scenario. It replaces the config's assumptions.
+
+    ScenarioError: the scenario's times are computed.
+    """
+    if scenario.is_computed:
+        raise ScenarioError(
+            f"scenario {scenario.name} has physics.law={scenario.physics.law}, and a calibrated scenario has the costs "
+            "of a run: name one that `tidegate calibrate` wrote"
+        )
     model, none = scenario.model, "each reshard takes reshard_s: the calibrated scenario names no model"
     model_source = f"the calibrated scenario, in {model.precision}" if model else none
     own = scenario.algorithm

@@ -272,10 +272,7 @@ class Trainer:
         unevenness = self._portions.unevenness(portion, size=size, first_bundle=self._num_bundles, layout=self.layout)
         self._num_bundles += len(portion.bundle_sizes)
         even_s = self._costs.trainer.tokens_s(sum(tokens for _, tokens in groups), self.layout)
-        lengths = [each for group, _ in groups for each in self._workload.sequence_tokens(group)]
-        seconds = even_s * unevenness * self._costs.trainer.length_factor(lengths)
-        seconds *= self._noise.of_portion(self._num_portions)
-        self._num_portions += 1
+        seconds = even_s * unevenness * self._factor(groups)
         measured = Measured(even_s, seconds)
         if portion.is_last:
             seconds += self._costs.trainer.update_s(self.layout)
@@ -284,6 +281,12 @@ class Trainer:
         self.portion_ends_at_s = self._now + seconds
         ended = partial(self._trained, measured, is_last=portion.is_last)
         self._busy = self._shared.clock.schedule(self._now + seconds, ended)
+
+    def _factor(self, groups: Sequence[tuple[int, int]]) -> float:
+        """What the lengths of the next portion, and chance, do to its time."""
+        lengths = [each for group, _ in groups for each in self._workload.sequence_tokens(group)]
+        self._num_portions += 1
+        return self._costs.trainer.length_factor(lengths) * self._noise.of_portion(self._num_portions - 1)
 
     def _trained(self, measured: Measured, *, is_last: bool) -> None:
         self._busy = self.portion_ends_at_s = None

@@ -79,7 +79,7 @@ class _ScheduleRun:
         self._before = (0, *accumulate(self._sizes))
         self._num_groups = simulated.workload.num_groups
         self._lengths = np.array([sum(turns) for row in simulated.workload.lengths.turns for turns in row])
-        self._release_s = simulated.scenario.costs.switch.release_s + LEAD_S
+        self._release_s = simulated.costs.switch.release_s + LEAD_S
         self._is_begun = schedule.start_s <= 0
         self._is_over = False
         opening = Split(0, schedule.trainer[0], schedule.inference[0]) if self._is_begun else Split(0, 0, 0)

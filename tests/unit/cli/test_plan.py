@@ -265,7 +265,11 @@ def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: py
     path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
     Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
     (fits_not := tmp_path / "other.yaml").write_text("cluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\n")
+    (computed := tmp_path / "computed.yaml").write_text(
+        "name: x\ncluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\nphysics: {law: roofline}\n"
+    )
     for words, want in (
+        ([path, "--calibrated", str(computed)], "scenario x has physics.law=roofline, and a calibrated scenario has"),
         ([path, "--calibrated", str(fits_not)], f"{fits_not} does not fit job small: cluster.placement.rollout has 1"),
         (
             [path, "assumptions.costs.decode_base_s=0"],

@@ -183,6 +183,15 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ['lengths={law: trace, file: "a\\0b"}'],
         "a\\x00b': embedded null byte; name a file of one line a prompt",
     ),
+    "a physics that there is not": (["physics.law=newton"], "physics.law='newton': Input should be 'published_fit' or"),
+    "an efficiency above 1": (
+        ["physics.trainer.kernel_efficiency=1.2"],
+        "physics.trainer.kernel_efficiency=1.2: Input should be less than or equal to 1",
+    ),
+    "a number of a physics that computes nothing": (
+        ["physics.hardware=H20"],
+        "physics.hardware is set, and physics.law=published_fit takes the times of costs: set physics.law=roofline, or",
+    ),
     "an empty policy": (["--policy", ""], "no policy is called '' (known: static, "),
     "a policy left out of a list": (["--compare", "static,"], "no policy is called '' (known: static, "),
     "a lengths file that is not there": (
