@@ -43,6 +43,15 @@ class MinibatchOrder(StrEnum):
     ARRIVAL = "arrival"
 
 
+class PromptOrder(StrEnum):
+    """The order in which prompts go to engines when an iteration opens, by their hints."""
+
+    AS_GIVEN = "as_given"
+    LONGEST_FIRST = "longest_first"
+    SHORT_BETWEEN_LONG = "short_between_long"
+    """The longest first, with one of the shortest quarter before each of them."""
+
+
 class Precision(StrEnum):
     """The precision of weights and arithmetic in training.
 

@@ -1,6 +1,6 @@
 """`static`, collocated: one phase after the other, each on all GPUs of the job. Pure.
 
-1. All GPUs generate until the last sequence has ended.
+1. All GPUs generate until the last sequence has ended, in the order of prompts that the rule `order` names.
 2. All infer until the last group has its log-probabilities.
 3. All train.
 4. Each component goes home, because an evaluation needs the rollout.
@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.policy.actor_layouts import actor_layouts
+from services.scheduler.policy.opening_order import opening_order
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import engine_size, most_copies, placed_gpus, replicas
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
-from tidegate.types import Role
+from tidegate.types import PromptOrder, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class PhasesMemory(PolicyMemory):
 
 @dataclass(frozen=True, slots=True)
 class PhasesPolicy:
+    order: PromptOrder = PromptOrder.AS_GIVEN
+
     def check(self, spec: JobSpec) -> None:
         """It can run every job."""
 
@@ -49,7 +52,13 @@ class PhasesPolicy:
             why = "all groups are inferred"
             at = Assignment((), trainer=_trainer(situation), inference=())
         reason = f"static, collocated: {why}; {at}"
-        return Choice(at, trains=at.trainer is not None, reason=reason, memory=PhasesMemory())
+        return Choice(
+            at,
+            trains=at.trainer is not None,
+            reason=reason,
+            memory=PhasesMemory(),
+            group_order=opening_order(situation, self.order),
+        )
 
 
 def _trainer(situation: Situation) -> Placed | None:

@@ -28,7 +28,8 @@ class Entry:
 
 
 def _static(section: SchedulerSection) -> Policy:
-    return PhasesPolicy() if section.static.collocated else StaticPolicy()
+    kind = PhasesPolicy if section.static.collocated else StaticPolicy
+    return kind(section.static.order)
 
 
 ENTRIES: Mapping[str, Entry] = {

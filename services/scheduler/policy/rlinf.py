@@ -22,19 +22,21 @@ Where RLinf's rules are silent, these are ours:
 - A dead engine counts as none. But a component that has work, and whose GPUs all died, gets back the GPUs that it was
   assigned; RLinf would hang.
 - With experts only numbers of copies that divide over them are legal.
+- RLinf gives prompts in no order. The rule `order` gives them one (`opening_order`), for a stronger baseline.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from services.scheduler.policy.opening_order import opening_order
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.layouts import Replica, engine_size, placed_gpus, replica_size, replicas, with_dp
 from services.scheduler.state.observed import Engine
 from services.scheduler.state.remembered import Assignment, PolicyMemory, as_configured
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.short_lists import counted
-from tidegate.types import GpuId, Role
+from tidegate.types import GpuId, PromptOrder, Role
 
 PRE_PROCESS_SHARE = 2
 """The rollout gives the actor's GPUs back once at most `1 / PRE_PROCESS_SHARE` of the sequences run. It is what RLinf
@@ -43,7 +45,7 @@ takes without a threshold."""
 
 @dataclass(frozen=True, slots=True)
 class RLinfRules:
-    """RLinf's keys, with the defaults of its workers."""
+    """RLinf's keys, with the defaults of its workers, and `order`, which is ours."""
 
     max_running_requests: int
     auto_scheduler: bool = False
@@ -51,6 +53,7 @@ class RLinfRules:
     use_wait_before_last_iter_policy: bool = True
     preprocess_threshold: int | None = None
     """The rollout gives the actor's GPUs back once at most so many sequences run. None: the half of them."""
+    order: PromptOrder = PromptOrder.AS_GIVEN
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "preprocess_threshold"):
@@ -96,6 +99,10 @@ class RLinfPolicy:
             )
 
     def choose(self, situation: Situation) -> Choice:
+        order = opening_order(situation, self.rules.order)
+        return replace(self._placed(situation), group_order=order)
+
+    def _placed(self, situation: Situation) -> Choice:
         if not self.rules.auto_scheduler:
             home = as_configured(situation.spec)
             return Choice(home, trains=True, reason="rlinf: auto_scheduler is off")

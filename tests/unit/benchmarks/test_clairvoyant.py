@@ -13,9 +13,9 @@ from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from benchmarks.clairvoyant.search import Found, as_schedule, best_candidates, clairvoyant_schedule
 from benchmarks.direct import simulate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.opening_order import short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.foresight import TideRules
-from services.scheduler.policy.tide.prompt_order import short_between_long
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration

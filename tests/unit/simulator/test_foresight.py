@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from services.scheduler.policy.lengths_law import final_lengths
+from services.scheduler.policy.opening_order import short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
@@ -23,7 +24,7 @@ from services.scheduler.policy.tide.plans import (
     not_before,
     search,
 )
-from services.scheduler.policy.tide.prompt_order import queue_in, short_between_long
+from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from tidegate.config.base import NonNegativeFloat, Positive, PositiveFloat, Section
+from tidegate.types import PromptOrder
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -14,10 +15,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class StaticSection(Section):
     collocated: bool = False
     """All GPUs generate, then all infer, then all train. There is no fixed split."""
+    order: PromptOrder = PromptOrder.AS_GIVEN
 
 
 class RLinfSection(Section):
-    """RLinf's own keys and defaults. Only the default of the first differs: naming the policy turns it on."""
+    """RLinf's own keys and defaults, and `order`. Only the default of the first differs: naming the policy turns it
+    on."""
 
     auto_scheduler: bool = True
     use_pre_process_policy: bool = False
@@ -26,6 +29,7 @@ class RLinfSection(Section):
     """The limit of an engine that stays. RLinf reads its own `rollout.max_running_requests`."""
     preprocess_threshold: Positive | None = None
     """The rollout gives the actor's GPUs back once at most so many sequences run. None: the half of them."""
+    order: PromptOrder = PromptOrder.AS_GIVEN
 
 
 class DynaRLSection(Section):

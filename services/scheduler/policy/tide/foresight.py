@@ -47,7 +47,7 @@ class TideRules:
     least_gain_s: a move of the trainer has to gain more seconds than this.
     least_payback: it also has to gain more than this many times its own duration.
     lead_s: engines are asked to leave this long, and the time of a release, ahead of a minibatch's end.
-    short_share, shorts_a_long: the start's order of prompts (`prompt_order`).
+    short_share, shorts_a_long: the start's order of prompts (`opening_order`).
     max_overfull: running sequences a slot that a plan may leave once no sequence waits.
     fresh_share: a plan that is older than this share of its forecast remaining time is searched again, in one round.
     rounds: of the search when an iteration opens and when GPUs are about to move.

@@ -2,7 +2,7 @@
 
 An iteration:
 1. It opens with every GPU in the rollout. Where lending the trainer's GPUs would not pay, it opens with every component
-   at home. The order of prompts feeds the trainer early and leaves no long tail (`prompt_order`).
+   at home. The order of prompts feeds the trainer early and leaves no long tail (`opening_order`).
 2. While the trainer has no GPUs, its plan is improved whenever it has aged. A plan says when the trainer gets GPUs, and
    how many GPUs train and infer during each minibatch.
 3. When the planned start has come, the first minibatch's GPUs move.
@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from services.scheduler.policy.opening_order import short_between_long
 from services.scheduler.policy.situation import Alternative, Choice, Situation, Split
 from services.scheduler.policy.tide.cluster import (
     can_move,
@@ -46,7 +47,7 @@ from services.scheduler.policy.tide.cluster import (
 )
 from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned, stages_text
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.prompt_order import order_back, short_between_long
+from services.scheduler.policy.tide.prompt_order import order_back
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured

@@ -1,0 +1,64 @@
+"""In which order prompts go to engines when an iteration opens, by their hints. Pure.
+
+- `longest_first`: the longest prompts set the end of the rollout, because a response gains at most one token a step.
+- `short_between_long`: the longest prompts and some of the shortest come first, in turn. The shortest complete groups
+  early, and a few GPUs can train on them while most still generate. With a trainer that waits for the whole rollout
+  nothing is gained over the longest first.
+
+Hints whose error is larger than the spread between prompts give no order: long prompts would look short and come last.
+With a spread of 0.5 and an error of 0.6 such an order ended the published iteration 4 to 12 % later than none.
+
+Invariants:
+- An order has every group once. [test_opening_order: has_every_group_once]
+- Without hints, or with such hints, there is no order. [test_opening_order: without_useful_hints]
+- While the hints and the law of lengths stay, so does the order. It may be given with each choice.
+  [test_opening_order: stays_while_the_iteration_runs]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.policy.lengths_law import prior
+from services.scheduler.policy.situation import Situation
+from services.scheduler.state.observed import Ints
+from tidegate.types import PromptOrder
+
+SHORT_SHARE = 0.25
+"""The share of the prompts that are the short ones, where a policy has no rule of its own. It is the default of
+`scheduler.tide.short_share`."""
+
+
+def opening_order(situation: Situation, order: PromptOrder) -> tuple[int, ...]:
+    """The prompts in this order. Empty where they stay as they are, and once every sequence has ended."""
+    if order is PromptOrder.AS_GIVEN or not situation.num_unfinished:
+        return ()
+    if order is PromptOrder.LONGEST_FIRST:
+        return longest_first(situation)
+    return short_between_long(situation, SHORT_SHARE)
+
+
+def longest_first(situation: Situation) -> tuple[int, ...]:
+    """Empty where hints do not tell prompts apart."""
+    return tuple(_by_length(situation).tolist())
+
+
+def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
+    """`short_share` of the prompts are the short ones; `shorts_a_long` of these come before each of the others. Empty
+    where hints do not tell prompts apart."""
+    longest = _by_length(situation)
+    num = round(short_share * longest.size)
+    short, rest = longest[::-1][:num], longest[: longest.size - num]
+    # Places on one line: the k-th short prompt stands before the (k // shorts_a_long)-th of the rest.
+    place = np.concatenate((np.arange(num) // shorts_a_long - 0.5, np.arange(rest.size)))
+    order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
+    return tuple(order.tolist())
+
+
+def _by_length(situation: Situation) -> Ints:
+    """The prompts, the longest first. Empty where hints do not tell prompts apart: the order stays as it is."""
+    law = situation.lengths
+    if not situation.generation.hints or law.sigma_hint > law.sigma_prompt:
+        return np.zeros(0, dtype=np.int64)
+    level, _ = prior(situation.generation, situation.lengths)
+    return np.argsort(-level, kind="stable")
