@@ -243,3 +243,13 @@ def of_memory(situation: Situation, memory: TideMemory, num_left: int) -> Plans 
         np.array([[stage.num_trainer_gpus for stage in stages]]),
         np.array([[stage.num_inference_gpus for stage in stages]]),
     )
+
+
+def unrevised(situation: Situation, memory: TideMemory) -> TidePlan | None:
+    """The remembered plan as it was made, from the next minibatch on. None where it has too few stages: a death made
+    minibatches anew."""
+    plan, num_left = memory.plan, num_to_come(situation)
+    if plan is None or len(plan.stages) < num_left:
+        return None
+    starts_at_ms = max(plan.starts_at_ms, situation.now_ms)
+    return replace(plan, starts_at_ms=starts_at_ms, stages=plan.stages[len(plan.stages) - num_left :])

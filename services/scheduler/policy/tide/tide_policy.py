@@ -45,7 +45,15 @@ from services.scheduler.policy.tide.cluster import (
     num_idle_engines,
     unit_size,
 )
-from services.scheduler.policy.tide.foresight import FAR_S, Foresight, TideRules, num_to_come, planned, stages_text
+from services.scheduler.policy.tide.foresight import (
+    FAR_S,
+    Foresight,
+    TideRules,
+    num_to_come,
+    planned,
+    stages_text,
+    unrevised,
+)
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.prompt_order import order_back
 from services.scheduler.policy.tide.seating import seated
@@ -65,7 +73,11 @@ LOOKED_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TidePolicy:
+    """`revises`: whether later plans may differ from the first one of the iteration. False is a baseline, which shows
+    what looking again is worth."""
+
     rules: TideRules = field(default_factory=TideRules)
+    revises: bool = True
 
     def check(self, spec: JobSpec) -> None:
         """It can run every job: a minibatch that does not divide is split unevenly."""
@@ -157,6 +169,8 @@ class TidePolicy:
         *,
         is_move: bool,
     ) -> tuple[TideMemory, tuple[Alternative, ...]]:
+        if not self.revises and (plan := unrevised(situation, memory)) is not None:
+            return replace(memory, plan=plan), ()
         found = Foresight(self.rules).plan(situation, assigned, memory, there, is_move=is_move)
         return replace(memory, plan=planned(situation, found)), found.weighed
 
