@@ -71,12 +71,16 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _add_form(simulate, "table", "json", "yaml", "html", "perfetto")
     which = simulate.add_mutually_exclusive_group()
-    which.add_argument("--policy", metavar="P", help=f"{_either(POLICIES)} (default: the scenario's policy, or tide)")
+    which.add_argument(
+        "--policy",
+        metavar="P",
+        help=f"{_either(POLICIES)}, or a baseline of docs/simulator.md (default: the scenario's policy, or tide)",
+    )
     which.add_argument(
         "--compare",
         type=lambda text: text.split(","),
         metavar="P,P,...",
-        help="several policies; ratios are relative to the first",
+        help="several policies and baselines; ratios are relative to the first",
     )
     simulate.add_argument(
         "--seed", type=seed, default=None, metavar="S", help="the seed of the lengths (default: the scenario's)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from cli.simulation.run_report import (
     assumption_rows,
     plain,
 )
-from services.scheduler.policy import Policy
 from simulator import calibration, phase_errors
 from simulator.happenings import What
 from simulator.model import ModelSection
-from simulator.policies import policies_of, requested_policies
+from simulator.policies import Contender, contenders_of, requested_policies
 from simulator.predictions import (
     Prediction,
     PredictionBasis,
@@ -53,9 +52,10 @@ DEFAULT_POLICY = "tide"
 def simulate(args: argparse.Namespace) -> int:
     """ScenarioError for wrong input, ValueError for an iteration that does not end."""
     scenario = _scenario(args.config)
-    policies = policies_of(requested_policies(args) or [_default(scenario)], scenario)
-    runs = [_simulate(scenario, name, policy, args.seed) for name, policy in policies.items()]
-    print(_output(scenario, runs, args))
+    contenders = contenders_of(requested_policies(args) or [_default(scenario)], scenario, args.seed)
+    runs = [_simulate(name, contender, args.seed) for name, contender in contenders.items()]
+    notes = {name: contender.note for name, contender in contenders.items() if contender.note}
+    print(_output(scenario, runs, notes, args))
     return 0
 
 
@@ -162,9 +162,9 @@ def _read_files(config: JobConfig) -> _JobFiles:
         return replace(known, unknown="; ".join(str(error).splitlines()))
 
 
-def _simulate(scenario: Scenario, name: str, policy: Policy, seed: int | None) -> Run:
+def _simulate(name: str, contender: Contender, seed: int | None) -> Run:
     try:
-        return simulated(scenario, policy, name=name, seed=seed)
+        return simulated(contender.scenario, contender.policy, name=name, seed=seed)
     except Unfinished as error:
         raise ValueError(f"the iteration does not end under {name}: {error}") from error
 
@@ -183,23 +183,27 @@ def _scenario(words: Sequence[str]) -> Scenario:
     return load_scenario(Path(paths[0]), [word for word in words if is_override(word)])
 
 
-def _output(scenario: Scenario, runs: Sequence[Run], args: argparse.Namespace) -> str:
+def _output(scenario: Scenario, runs: Sequence[Run], notes: Mapping[str, str], args: argparse.Namespace) -> str:
+    """`notes`: by policy, what a reader has to know besides its figures."""
     match args.form:
         case Form.JSON | Form.YAML:
-            return written(as_json(scenario, runs), Form(args.form))
+            return written(as_json(scenario, runs) | {"notes": dict(notes)}, Form(args.form))
         case "html":
             return rendered(as_page(scenario, runs))
         case "perfetto":
             return json.dumps(as_trace(runs))
-    return "\n\n".join(_sections(scenario, runs, with_assumptions=args.assumptions))
+    return "\n\n".join(_sections(scenario, runs, notes, with_assumptions=args.assumptions))
 
 
-def _sections(scenario: Scenario, runs: Sequence[Run], *, with_assumptions: bool) -> list[str]:
+def _sections(
+    scenario: Scenario, runs: Sequence[Run], notes: Mapping[str, str], *, with_assumptions: bool
+) -> list[str]:
     rows = [_table_row(summary) for summary in summaries(runs)]
     bound_s = runs[0].bound.bound_s
     meaning = f"no schedule ends before {bound_s:.1f} s: lengths known, moves free, GPUs fractional"
     bound = f"{scenario.name}, seed {runs[0].seed}: {meaning}"
-    sections = [table(rows, tuple(rows[0])), "\n".join([bound, *_missed_faults(runs)])]
+    told = [f"{name}: {note}" for name, note in notes.items()]
+    sections = [table(rows, tuple(rows[0])), "\n".join([bound, *told, *_missed_faults(runs)])]
     if not with_assumptions:
         return sections
     return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_LEGEND]

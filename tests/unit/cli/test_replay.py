@@ -44,6 +44,18 @@ def test_the_replay_of_the_page_runs_as_it_stands_there_once_the_demo_has_run(
     assert "dynarl would have changed no assignment" in capsys.readouterr().out
 
 
+def test_a_record_is_replayed_to_baselines_and_not_to_a_searched_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = submitted(tmp_path, small_config(tmp_path).model_dump_json())
+    assert main(["simulate", "--replay", str(folder), "--policy", "phases_ordered"]) == 0
+    assert capsys.readouterr().out.startswith("phases_ordered would have changed no assignment")
+    assert main(["simulate", "--replay", str(folder), "--policy", "best_split"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("tidegate: best_split is searched by simulation")
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
 def test_a_record_is_replayed_to_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = submitted(tmp_path, small_config(tmp_path).model_dump_json())
     assert main(["simulate", "--replay", str(folder), "--compare", "static,dynarl"]) == 0

@@ -44,6 +44,17 @@ def test_policies_are_compared_in_one_table_with_the_bound(scenario: str, capsys
     assert bound.startswith("small, seed 0: no schedule ends before ")
 
 
+def test_baselines_are_compared_with_policies_and_the_split_that_was_searched_is_told(
+    scenario: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "phases_ordered,best_split,planned_once"
+    output = printed(capsys, scenario, "--compare", names).splitlines()
+    assert [line.split()[0] for line in output[1:4]] == names.split(",")
+    assert output[-1].startswith("best_split: actor ")
+    found = json.loads(printed(capsys, scenario, "--policy", "best_split", "-o", "json"))
+    assert output[-1] == f"best_split: {found['notes']['best_split']}"
+
+
 def test_json_says_the_same_again_for_the_same_seed_and_another_for_another(
     scenario: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +127,15 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "no policy is called 'dynrl'; the nearest is 'dynarl'",
     ),
     "an unknown policy among several": (["--compare", "static,flood"], "no policy is called 'flood' (known: static, "),
+    "an unknown baseline names the nearest": (
+        ["--compare", "phases,best_spilt"],
+        "no policy is called 'best_spilt'; the nearest is 'best_split'",
+    ),
+    "a baseline compared with itself": (["--compare", "best_split,best_split"], "policy best_split is named twice"),
+    "a search for a job that no component can start": (
+        ["--policy", "best_split", "cluster.placement.inference=''"],
+        "cluster.placement.inference has no GPUs",
+    ),
     "a policy compared with itself": (["--compare", "static,static"], "policy static is named twice"),
     "a job that a policy cannot run": (
         ["--policy", "rlinf", "cluster.placement={actor: 0-2, rollout: 4-5, inference: 6-7}"],
