@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.direct import simulate
 from services.scheduler.policy import Policy
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
+from services.scheduler.policy.fused import FusedPolicy
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
 from services.scheduler.policy.static import StaticPolicy
@@ -22,14 +23,18 @@ from simulator.scheduled import JobFailed
 from tests.effort import examples
 from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole
+from tidegate.types import PromptOrder
 
 POLICIES: list[Policy] = [
     PhasesPolicy(),
+    PhasesPolicy(PromptOrder.LONGEST_FIRST),
+    FusedPolicy(),
     RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_wait_before_last_iter_policy=False)),
     DynaRLPolicy(DynaRLRules()),
     DynaRLPolicy(DynaRLRules(request_priority=True)),
     TidePolicy(),
+    TidePolicy(revises=False),
     Waiting(),
 ]
 

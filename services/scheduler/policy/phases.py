@@ -50,7 +50,7 @@ class PhasesPolicy:
             at = Assignment((), trainer=None, inference=whole.gpus if whole else ())
         else:
             why = "all groups are inferred"
-            at = Assignment((), trainer=_trainer(situation), inference=())
+            at = Assignment((), trainer=whole_trainer(situation), inference=())
         reason = f"static, collocated: {why}; {at}"
         return Choice(
             at,
@@ -61,7 +61,7 @@ class PhasesPolicy:
         )
 
 
-def _trainer(situation: Situation) -> Placed | None:
+def whole_trainer(situation: Situation) -> Placed | None:
     """The fastest layout on all GPUs. A trainer that has GPUs keeps its kind of copies: a measurement moves no GPU."""
     spec, placed = situation.spec, situation.trainer.placed
     # At most one copy a sequence: a copy without a sequence could not train.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.direct import simulate
 from services.scheduler.policy.dynarl import DynaRLPolicy
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.rlinf import RLinfPolicy
@@ -12,7 +13,6 @@ from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.baselines import MAKERS, NAMES, RULES, section_of
 from simulator.job_spec import job_of
 from simulator.policies import contenders_of, policies_by_name, policies_of
-from simulator.run import simulate
 from simulator.scenario import ScenarioError, load_scenario
 from tests.unit.simulator.test_run import PUBLISHED, small
 from tests.unit.simulator.whole_runs import check_whole
@@ -69,9 +69,25 @@ def test_best_split_is_refused_where_there_is_no_scenario() -> None:
 
 
 @pytest.mark.long
-def test_an_order_makes_phases_faster_in_the_published_iteration() -> None:
-    """The issue's figure: 12 to 16 % by hints. Only the rollout is shorter."""
+def test_an_order_makes_phases_12_to_16_percent_faster_in_the_published_iteration() -> None:
+    """Only the rollout is shorter: by hints of lengths, no longest prompt begins late."""
+    assert over_phases("phases_ordered") == pytest.approx(1.14, abs=0.03)
+
+
+@pytest.mark.long
+def test_inter_stage_fusion_gains_less_than_published_by_at_most_0_13() -> None:
+    """Published: 88 against 76 K tokens/s of phases (DynaRL, figure 11, 7B on 64 GPUs), so 1.16.
+
+    Ours gains less. In the published timeline inference takes 45 s of 985 s, so that hiding all of it gains 1.05. The
+    tail's sequences are prefilled again besides.
+    """
+    assert over_phases("fused") == pytest.approx(88 / 76, abs=0.13)
+    assert over_phases("fused") > 1.02
+
+
+def over_phases(name: str) -> float:
+    """How much faster the published iteration is than with phases, on the lengths of seed 10."""
     scenario = load_scenario(PUBLISHED)
-    made = policies_of(["phases", "phases_ordered"], scenario)
-    phases, ordered = (simulate(scenario, policy, seed=10).iteration_s for policy in made.values())
-    assert phases / ordered == pytest.approx(1.14, abs=0.03)
+    made = policies_of(["phases", name], scenario)
+    phases, other = (simulate(scenario, policy, seed=10, directly=True).iteration_s for policy in made.values())
+    return phases / other
