@@ -17,15 +17,14 @@ The results on 128 GPUs are predictions. `VARIED` has the ranges of the assumpti
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.wrong_rates import MisinformedPolicy, Wrong
 from services.scheduler.policy import Policy
-from services.scheduler.policy.registry import policy_of
 from simulator.cost_model import Costs
 from simulator.model import ModelSection
-from simulator.policies import policies_of
+from simulator.policies import Contender, contenders_of, policies_of
 from simulator.reshard_costs import change_of, moved_bytes
 from simulator.scenario import Scenario, load_scenario
 from tidegate.config.sections.scheduler import POLICIES
@@ -33,6 +32,26 @@ from tidegate.types import Layout, NodeId, gpu_id
 
 SCENARIO = Path(__file__).parents[1] / "examples" / "scenarios" / "published_64gpu.yaml"
 REFERENCE_GPUS = 64
+
+
+COMPARED = (
+    "static",
+    "phases_ordered",
+    "fused",
+    "fused_ordered",
+    "split",
+    "best_split",
+    "rlinf",
+    "rlinf_ordered",
+    "rlinf_wait",
+    "dynarl",
+    "dynarl_priority",
+    "planned_once",
+    "tide",
+)
+"""`static` of the published scenario is collocated phases."""
+OWN = ("tide", "planned_once")
+"""`planned_once` is `tide` without its later plans, and no rival of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +129,26 @@ class Variation:
     wrong: Wrong | None = None
 
 
-def policies(scenario: Scenario, wrong: Wrong | None = None) -> dict[str, Policy]:
-    """The scheduler's policies by name, with the scenario's rules, and dynarl with its request priority.
+def policies(scenario: Scenario) -> dict[str, Policy]:
+    """The scheduler's policies by name, with the scenario's rules, and dynarl with its request priority."""
+    return policies_of((*POLICIES, "dynarl_priority"), scenario)
 
-    `wrong`: the wrong values that all of them see.
+
+def contenders(scenario: Scenario, wrong: Wrong | None = None) -> dict[str, Contender]:
+    """All that is compared, by name.
+
+    `wrong`: the wrong values that all of them see. `best_split` is searched with the true ones: a user tunes a split on
+    iterations, and not on what a config says.
     """
-    section = scenario.scheduler
-    priority = section.dynarl.model_copy(update={"request_priority": True})
-    of_priority = section.model_copy(update={"policy": "dynarl", "dynarl": priority})
-    own = policies_of(POLICIES, scenario) | {"dynarl_priority": policy_of(of_priority)}
-    return {name: MisinformedPolicy(policy, wrong) for name, policy in own.items()} if wrong else own
+    found = contenders_of(COMPARED, scenario)
+    if wrong is None:
+        return found
+    return {name: replace(each, policy=MisinformedPolicy(each.policy, wrong)) for name, each in found.items()}
+
+
+def rivals(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of what `tide` is compared with."""
+    return {name: each for name, each in seconds.items() if name in COMPARED and name not in OWN}
 
 
 def scenario_of(model: Model, num_gpus: int, overrides: Sequence[str] = ()) -> Scenario:

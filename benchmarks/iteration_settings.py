@@ -6,25 +6,22 @@ each policy over the seeds, and the best policy besides `tide`:
 
     tide_vs_best_other = min(seconds of the other policies) / seconds of tide
 
-with its median and range over the seeds. The figures are the median and the smallest of the settings. `static_split`
-keeps the placement, and `rlinf_wait` has RLinf's wait.
+with its median and range over the seeds. The figures are the median and the smallest of the settings. The baselines are
+those of `simulator/baselines.py`. `best_split` is searched for each setting, on seeds of its own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
-from benchmarks.direct import simulate
-from benchmarks.iteration_models import SCENARIO, cluster_of, policies
+from benchmarks.iteration_models import COMPARED, SCENARIO, cluster_of, contenders, rivals
+from benchmarks.iteration_sim import STRONG, compared
 from benchmarks.report import Report, arguments, publish, spread
-from services.scheduler.policy import Policy
-from services.scheduler.policy.registry import policy_of
-from services.scheduler.policy.static import StaticPolicy
-from simulator.scenario import Scenario, load_scenario
+from simulator.scenario import load_scenario
 
 SEEDS = range(30, 35)
 QUICK_SEEDS = range(30, 31)
@@ -66,12 +63,13 @@ def main() -> int:
     options = arguments("Policies on changed iterations, simulated.")
     seeds = QUICK_SEEDS if options.quick else SEEDS
     with ProcessPoolExecutor() as pool:
-        futures = {name: [pool.submit(seconds_of, name, seed) for seed in seeds] for name in SETTINGS}
-    cases = [case_of(name, [each.result() for each in runs]) for name, runs in futures.items()]
+        futures = {name: pool.submit(seconds_of, name, tuple(seeds)) for name in SETTINGS}
+    cases = [case_of(name, each.result()) for name, each in futures.items()]
     found = spread([case["tide_vs_best_other"] for case in cases])
+    strong = {f"tide_vs_{name}": median(case[f"tide_vs_{name}"] for case in cases) for name in STRONG}
     report = Report(
         name="iteration_settings",
-        figures={"tide_vs_best_other": found["median"], "tide_vs_best_other_worst": found["min"]},
+        figures={"tide_vs_best_other": found["median"], "tide_vs_best_other_worst": found["min"], **strong},
         goals=GOALS,
         cases=cases,
         against="the other policies on the same lengths and costs",
@@ -79,21 +77,16 @@ def main() -> int:
     return publish(report, options)
 
 
-def seconds_of(name: str, seed: int) -> dict[str, float]:
-    """The seconds of the iteration under each policy."""
-    scenario = load_scenario(SCENARIO, SETTINGS[name])
-    seconds: dict[str, float] = {}
-    for policy_name, policy in _all_policies(scenario):
-        run = simulate(scenario, policy, name=policy_name, seed=seed, directly=True)
-        assert run.num_lost == 0, f"{policy_name} lost {run.num_lost} samples at seed {seed} of {name}"
-        seconds[policy_name] = run.iteration_s
-    return seconds
+def seconds_of(name: str, seeds: Sequence[int]) -> list[dict[str, float]]:
+    """By seed: the seconds of the iteration under each policy and baseline."""
+    among = contenders(load_scenario(SCENARIO, SETTINGS[name]))
+    return [compared(among, seed, directly=True) for seed in seeds]
 
 
 def case_of(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The case of one setting. `rows` has the result of `seconds_of` for each seed."""
-    medians = {policy: median(row[policy] for row in rows) for policy in rows[0]}
-    others = [policy for policy in medians if policy != "tide"]
+    """The case of one setting. `rows` is the result of `seconds_of`."""
+    medians = {policy: median(row[policy] for row in rows) for policy in COMPARED}
+    others = list(rivals(medians))
     over = spread([min(row[policy] for policy in others) / row["tide"] for row in rows])
     return {
         "case": name,
@@ -102,15 +95,8 @@ def case_of(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "tide_vs_best_other": over["median"],
         "tide_vs_best_other_min": over["min"],
         "tide_vs_best_other_max": over["max"],
+        **{f"tide_vs_{name}": median(row[name] / row["tide"] for row in rows) for name in STRONG},
     }
-
-
-def _all_policies(scenario: Scenario) -> Iterator[tuple[str, Policy]]:
-    yield from policies(scenario).items()
-    yield "static_split", StaticPolicy()
-    section = scenario.scheduler
-    waits = section.rlinf.model_copy(update={"use_wait_before_last_iter_policy": True})
-    yield "rlinf_wait", policy_of(section.model_copy(update={"policy": "rlinf", "rlinf": waits}))
 
 
 if __name__ == "__main__":
