@@ -20,7 +20,7 @@ from simulator.happenings import What
 from simulator.lengths import Lengths
 from simulator.scenario import Scenario
 from simulator.world import Placement, World
-from tidegate.types import Layout
+from tidegate.types import GpuId, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def generate(
     """All GPUs of the cluster generate the responses, the first ones first. `is_enough` is asked with the number of
     each response that ends; True ends the rollout."""
     lengths = Lengths(tuple(((each.tokens,),) for each in responses), (0.0,) * len(responses))
-    world = _world(scenario, lengths)
+    world = rollout_world(scenario, lengths)
     for sequence, response in zip(world.rollout.sequences, responses, strict=True):
         sequence.generated = response.generated
     ended = []
@@ -68,7 +68,7 @@ def generate(
 
 def after_rollout_s(scenario: Scenario, lengths: Lengths) -> float:
     """Seconds from the last token to the new weights: all GPUs infer, then train, as under `static`, collocated."""
-    world = _world(scenario, lengths)
+    world = rollout_world(scenario, lengths)
     rollout_s, num_inferred, gpus = 0.0, 0, scenario.cluster.gpus()
     trainer = whole_trainer(scenario)
     for happening in world.happenings():
@@ -97,11 +97,11 @@ def whole_trainer(scenario: Scenario) -> Placed:
     return placed
 
 
-def _world(scenario: Scenario, lengths: Lengths) -> World:
-    """Every GPU is in the rollout. No component has another."""
-    gpus = scenario.cluster.gpus()
-    size = scenario.costs.engine.gpus_per_engine
-    workload = replace(
-        scenario.workload_of(lengths), n_minibatches=min(scenario.algorithm.n_minibatches, len(lengths.turns))
-    )
-    return World(workload, scenario.costs, Placement(gpus, gpus[: len(gpus) // size * size]), (), scenario.model)
+def rollout_world(scenario: Scenario, lengths: Lengths, gpus: tuple[GpuId, ...] | None = None) -> World:
+    """Every GPU of the cluster is in the rollout, or those of `gpus`. No component has another."""
+    cluster = scenario.cluster.gpus()
+    gpus, size = cluster if gpus is None else gpus, scenario.costs.engine.gpus_per_engine
+    num_minibatches = min(scenario.algorithm.n_minibatches, len(lengths.turns))
+    workload = replace(scenario.workload_of(lengths), n_minibatches=num_minibatches)
+    placement = Placement(cluster, gpus[: len(gpus) // size * size])
+    return World(workload, scenario.costs, placement, (), scenario.model)
