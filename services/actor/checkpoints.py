@@ -18,7 +18,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from services.actor.ledger import LedgerError, SampleLedger
+from tidegate.checkpoint_manifest import MANIFEST, manifest_text, read_manifest
 from tidegate.checkpoint_names import checkpoint_name, place_of, set_aside
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.codec import check_file_name
-from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.json_text import typed, whole_number
 from tidegate.lr.checkpoint import decoded, encoded
 from tidegate.lr.errors import ForeignCheckpoint, LrError
 from tidegate.lr.progress import LrLedger
@@ -38,7 +38,6 @@ from tidegate.types import Layout
 FORMAT_VERSION = 3
 _FORMAT_WITHOUT_LR = 2
 """The format before this one. Its learning rate followed the number of trained samples."""
-_MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 
 
@@ -97,7 +96,7 @@ class CheckpointStore:
             "lr": None if checkpoint.lr is None else encoded(checkpoint.lr),
             "files": [asdict(file) for file in checkpoint.files],
         }
-        _write_durably(partial / _MANIFEST, json.dumps(manifest, indent=1))
+        _write_durably(partial / MANIFEST, manifest_text(manifest))
         final = self._folder / checkpoint.name
         if final.exists():  # avoid a change: a repeated command finds its checkpoint saved
             shutil.rmtree(partial)
@@ -115,7 +114,7 @@ class CheckpointStore:
 
     def names(self) -> list[str]:
         """The complete checkpoints, oldest first."""
-        named = ((place_of(path.parent.name), path.parent.name) for path in self._folder.glob(f"*/{_MANIFEST}"))
+        named = ((place_of(path.parent.name), path.parent.name) for path in self._folder.glob(f"*/{MANIFEST}"))
         return [name for _, name in sorted((place, name) for place, name in named if place is not None)]
 
     def path(self, name: str) -> Path:
@@ -150,7 +149,7 @@ class CheckpointStore:
             raise CheckpointError(f"{name!r} is no name of a checkpoint; complete: {', '.join(self.names()) or 'none'}")
         folder = self._folder / name
         try:
-            raw = _manifest(folder)
+            raw = read_manifest(folder)
         except (FileNotFoundError, ValueError) as error:
             known = ", ".join(self.names()) or "none"
             raise CheckpointDamaged(
@@ -181,10 +180,6 @@ class CheckpointStore:
         return Checkpoint(next_iteration, version, layout, ledger, files, lr)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    return typed(dict, parse_json((folder / _MANIFEST).read_bytes()), _MANIFEST)
-
-
 def _written_file(fields: Any) -> WrittenFile:
     """ValueError for a name that is a path: nothing outside of the checkpoint is read. KeyError, TypeError."""
     written = WrittenFile(
@@ -212,7 +207,7 @@ def _is_before(place: tuple[int, int] | None, other: tuple[int, int]) -> bool:
 def files_of(folder: Path) -> dict[str, str]:
     """The checksums of a complete checkpoint's files, by name. Raises CheckpointError."""
     try:
-        return {file.file: file.checksum for file in map(_written_file, _manifest(folder)["files"])}
+        return {file.file: file.checksum for file in map(_written_file, read_manifest(folder)["files"])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} has no readable manifest ({error})") from error
 

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidegate.checkpoint_manifest import MANIFEST, read_manifest
 from tidegate.checkpoint_names import place_of
 from tidegate.config.job_config import ConfigError
 from tidegate.json_text import parse_json, typed, typed_or_none, whole_number
-
-_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
     """The newest whose manifest can be read; None where there is no checkpoint.
 
     ConfigError where there are some and none can be read. `fresh_command` is what a person types to start over."""
-    found = [(place_of(path.parent.name), path) for path in folder.glob(f"inc*-it*/{_MANIFEST}")]
+    found = [(place_of(path.parent.name), path) for path in folder.glob(f"inc*-it*/{MANIFEST}")]
     complete = [(place, path) for place, path in found if place is not None]
     faults: list[str] = []
     for (incarnation, _), path in sorted(complete, reverse=True):
@@ -60,7 +59,7 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
 
 
 def _read(path: Path, incarnation: int, faults: Sequence[str]) -> FoundCheckpoint:
-    manifest = typed(dict, parse_json(path.read_bytes()), "the manifest")
+    manifest = read_manifest(path.parent)
     ledger = typed(dict, parse_json(typed(str, manifest["ledger"], "ledger")), "ledger")
     return FoundCheckpoint(
         name=path.parent.name,

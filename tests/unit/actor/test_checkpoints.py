@@ -11,6 +11,7 @@ import pytest
 
 from services.actor.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from services.actor.ledger import ClosedIteration, SampleLedger
+from tidegate.checkpoint_manifest import MANIFEST, manifest_text, read_manifest
 from tidegate.checksums import WrittenFile, file_checksum
 from tidegate.types import Layout
 
@@ -177,9 +178,9 @@ def test_loading_an_unknown_checkpoint_lists_the_complete_ones(tmp_path: Path) -
 def test_counters_without_a_unit_are_left_to_the_jobs_legacy_policy(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     checkpoint = _saved(store)
-    manifest = store.path(checkpoint.name) / "manifest.json"
+    folder = store.path(checkpoint.name)
     counters = json.dumps({"num_steps": 8429, "lr_decay_steps": 2400})
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "lr": counters}))
+    (folder / MANIFEST).write_text(manifest_text({**read_manifest(folder), "lr": counters}))
     assert store.load(checkpoint.name).lr is None
 
 
@@ -187,7 +188,7 @@ def test_counters_without_a_unit_are_left_to_the_jobs_legacy_policy(tmp_path: Pa
 def test_an_unreadable_learning_rate_ledger_is_named(tmp_path: Path, lr: object) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     checkpoint = _saved(store)
-    manifest = store.path(checkpoint.name) / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "lr": lr}))
+    folder = store.path(checkpoint.name)
+    (folder / MANIFEST).write_text(manifest_text({**read_manifest(folder), "lr": lr}))
     with pytest.raises(CheckpointError, match=r"the learning-rate ledger is no JSON .* resume from another one"):
         store.load(checkpoint.name)

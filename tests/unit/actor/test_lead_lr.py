@@ -15,6 +15,7 @@ from services.actor.ledger import SampleLedger
 from services.actor.lr import LrUpdate, ledger_of, passed_budget
 from tests.component_bench import job_config
 from tests.unit.actor.actor_bench import SECOND, Training, training
+from tidegate.checkpoint_manifest import MANIFEST, read_manifest
 from tidegate.lr.errors import BudgetMismatch, RanksDisagree
 from tidegate.lr.progress import LrLedger, LrRules
 from tidegate.lr.schedule import Decay, LrSchedule
@@ -126,10 +127,10 @@ async def test_a_resume_goes_on_with_the_rates_of_the_run_that_was_never_interru
 
 def without_ledger(of: Training) -> None:
     """Change the checkpoint to the format before the learning-rate ledger."""
-    path = of.bench.folder.checkpoints / "inc001-it000001" / "manifest.json"
-    raw = json.loads(path.read_text())
+    folder = of.bench.folder.checkpoints / "inc001-it000001"
+    raw = read_manifest(folder)
     del raw["lr"]
-    path.write_text(json.dumps(raw | {"format": 2}))
+    (folder / MANIFEST).write_text(json.dumps(raw | {"format": 2}))
 
 
 async def test_a_checkpoint_without_a_ledger_is_refused_with_both_numbers(tmp_path: Path) -> None:
