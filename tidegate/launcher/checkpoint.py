@@ -52,8 +52,8 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
             faults.append(f"{path.parent.name} ({type(error).__name__}: {error})")
     if faults:
         raise ConfigError(
-            f"no checkpoint in {folder} can be read: {', '.join(faults)}; put one back from a copy, or start over, "
-            f"which removes them ({fresh_command})"
+            f"no checkpoint in {folder} can be read: {', '.join(faults)}; put one back from a copy and start with "
+            f"--resume, or start over, which removes them ({fresh_command})"
         )
     return None
 
