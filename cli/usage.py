@@ -35,6 +35,15 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(known)}{hint}")
 
 
+def count(text: str) -> int:
+    """A number of things, at least 1. ArgumentTypeError for any other text."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_SEED)) and int(text) >= 1):
+        raise argparse.ArgumentTypeError(
+            f"{reprlib.repr(text)} is not a whole number of at least 1: give one such as 200"
+        )
+    return int(text)
+
+
 def seed(text: str) -> int:
     """The seed of random draws. ArgumentTypeError for a number that numpy does not accept."""
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_SEED)) and int(text) <= MOST_SEED):

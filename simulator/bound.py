@@ -71,10 +71,10 @@ def clairvoyant_bound(workload: Workload, costs: CostLaws, num_gpus: int) -> Bou
 def _groups(workload: Workload, costs: CostLaws, num_gpus: int) -> list[_Group]:
     rate = costs.trainer.most_rate(num_gpus)
     groups = []
-    for row in workload.lengths.turns:
-        lengths = [workload.num_tokens(turns) for turns in row]
+    for group, row in enumerate(workload.lengths.turns):
+        lengths = () if group in workload.filtered else workload.sequence_tokens(group)
         tokens = sum(lengths)
-        work = tokens * costs.trainer.length_factor(lengths)
+        work = tokens * costs.trainer.length_factor(lengths) if tokens else 0.0
         ready_s = max(_alone_s(workload, costs, turns) for turns in row)
         groups.append(_Group(ready_s, tokens, work, work / rate))
     return groups
@@ -97,7 +97,8 @@ def _order_s(trainable_s: list[float], train_s: list[float]) -> float:
 
 def _gpu_seconds_s(workload: Workload, costs: CostLaws, num_gpus: int, *, work: float, first_s: float) -> float:
     """The smallest T with room for the GPU-seconds of all stages. The need falls with T, so bisection finds it."""
-    tokens = sum(workload.num_tokens(turns) for row in workload.lengths.turns for turns in row)
+    groups = (group for group in range(workload.num_groups) if group not in workload.filtered)
+    tokens = sum(sum(workload.sequence_tokens(group)) for group in groups)
     others = _rollout_gpu_s(workload, costs) + tokens / costs.inference.rate_tokens_per_s
     before_s = first_s + workload.n_minibatches * costs.trainer.least_update_s
     rate = costs.trainer.most_rate(1.0)

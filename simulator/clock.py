@@ -27,10 +27,10 @@ class Due:
 
 
 class Clock:
-    """The clock of one simulation. It starts at 0."""
+    """The clock of one simulation. It starts at `now_s`."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
         self._heap: list[Due] = []
         self._count = 0
 

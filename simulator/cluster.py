@@ -1,50 +1,55 @@
 """A simulated job as its scheduler sees it: the events of its leads, store and gates, and their work on commands.
 
-The world simulates the iteration. The cluster sends its happenings as the events of a real job's services, and takes
-the same commands. The start takes no time: there is no world until every component is where it is first placed.
-`begin_iteration` starts the world.
+A world simulates each iteration. The cluster sends its happenings as the events of a real job's services, and takes
+the same commands. `begin_iteration` starts a world, and `end_iteration` drops it.
+
+Before the first world and between two worlds a change of a component takes no time, except that no component gets a GPU
+that is lost. The costs of the sync include it.
 
 Invariants:
 - A command is done once and answered at once.
 - An event is sent once, in the order of its source.
 - An event says of a GPU what the world has of it.
+- A GPU that is lost at the end of an iteration is lost in the next one, until its fault is over.
+  [test_job_run: a_fault_strikes_once]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.layouts import engine_size, replicas
 from services.scheduler.state.remembered import Assignment
-from services.scheduler.state.values import Fate, Placed, Snapshot
+from services.scheduler.state.values import Placed, Snapshot
+from simulator import sample_accounts
 from simulator.changes import Change, change_of
+from simulator.faults import Fault, Outage
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
 from simulator.iteration import SimulatedIteration
 from simulator.leads import ActorMoves, InferenceMoves, Lead, Moves, RolloutMoves, are_free
 from simulator.situations import inferring
 from simulator.store import Store
-from simulator.voice import Voice, fate
-from simulator.world import World
+from simulator.voice import Voice
+from simulator.world import Opening, World
 from tidegate.ownership.records import Outcome, PartKind
 from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, JobId, NodeId, Role, Token, TransitionId, instance_id, node_of
 
 JOB = JobId("simulated")
 
-DIGEST_STEP = 0x9E3779B97F4A7C15
-"""Odd, so that a sample's number times it, modulo 2^64, is its own."""
-
 
 class Cluster:
-    """The cluster of one iteration."""
+    """The cluster of a job, whose first iteration is `simulated`."""
 
     def __init__(self, simulated: SimulatedIteration) -> None:
         self.spec = simulated.spec
         self.world: World | None = None
+        self.outages: tuple[Outage, ...] = ()
+        """What is lost between two iterations."""
         self.store = Store(self.spec.gpus)
         self.voice = Voice(JOB)
         self._simulated = simulated
@@ -57,7 +62,9 @@ class Cluster:
         }
         self._leads = {role: Lead(role, instance_id(role, self._nodes[0]), moves[role]) for role in Role}
         self._highest: dict[GpuId, Token] = {}
-        self._holds = False
+        self._holds = self._is_published = False
+        self._version = 0
+        """The version of the actor's last checkpoint, and the iteration that begins with it."""
         self._order: tuple[int, ...] = ()
 
     def boot(self) -> None:
@@ -68,13 +75,48 @@ class Cluster:
             self.voice.elect(lead.instance, epoch=1)
         self.voice.submit(self.spec)
 
-    def begin_iteration(self) -> World:
-        """The world of the iteration, which begins with the present placement."""
-        world = self.world = self._simulated.world(self._placed())
+    def begin_iteration(self, faults: Iterable[Fault], *, at_s: float = 0.0) -> World:
+        """The world of the iteration, which begins with the present placement. `faults` have times of the job."""
+        self._rollout.cold.difference_update(grant.gpu for grant in self._leads[Role.ROLLOUT].members)
+        world = self._simulated.world(self._placed(), faults, Opening(at_s, self.outages))
+        self.world = world
         if self._holds:
             world.hold_training(math.inf)
         self._order_queue(world)
         return world
+
+    def end_iteration(self, following: SimulatedIteration) -> None:
+        """Drop the world of an iteration that is over. The actor saves and publishes its weights."""
+        self._drop_world()
+        self._simulated = following
+        self._version += 1
+        actor = self._leads[Role.ACTOR]
+        saved = ev.CheckpointSaved(self._version, self._version, f"step-{self._version}", 0)
+        self._say(actor, saved, grants=actor.members)
+        self._publish()
+
+    def restart_actor(self, incarnation: int) -> None:
+        """Drop the world of an iteration that has lost the actor's state. It begins again in this incarnation, as soon
+        as the actor has started from its last checkpoint."""
+        actor = self._leads[Role.ACTOR]
+        actor.members, actor.layout, actor.change = (), None, None
+        self.voice.incarnation, self._is_published = incarnation, False
+        self._drop_world()
+
+    def _drop_world(self) -> None:
+        """What a lead was at is done."""
+        assert self.world is not None, "only an iteration that has begun ends"
+        self.outages, self.world = self.world.outages, None
+        self._holds, self._order = False, ()
+        self._rollout.leaving_engines.clear()
+        for lead in self._leads.values():
+            self._go_on(lead)
+
+    def take_back(self, at_s: float) -> None:
+        """Between two iterations: the GPUs whose outages are over by `at_s` are back, and their nodes' services."""
+        for node in [each.node for each in self.outages if each.is_over(at_s) and each.node is not None]:
+            self._start_services(node)
+        self.outages = tuple(each for each in self.outages if not each.is_over(at_s))
 
     def send_pictures(self) -> None:
         """Each lead sends its picture of the iteration at this instant."""
@@ -92,9 +134,7 @@ class Cluster:
         if what is What.NODE_LOST:
             self._node_lost(node_of(happening.gpus[0]))
         elif what is What.NODE_BACK:
-            node = node_of(happening.gpus[0])
-            for role in Role:
-                self.voice.start(instance_id(role, node))
+            self._start_services(node_of(happening.gpus[0]))
         elif what is What.GPU_LOST:
             self._lost(world, happening.gpus[0])
         elif what is What.ENGINE_LEFT:
@@ -102,21 +142,17 @@ class Cluster:
         elif what is What.MOVE_DROPPED:
             self._failed_to_resize(f"{happening.gpus[0]} does not come")
         elif what is What.ROLLOUT_FINISHED:
-            self._report(world, Role.ROLLOUT, generated=range(len(world.rollout.sequences)))
+            self._report(Role.ROLLOUT, sample_accounts.generated(world))
         elif what is What.MINIBATCH_FINISHED and world.trainer.is_done:
-            self._report(world, Role.ACTOR, trained=self._trained(world))
+            self._report(Role.ACTOR, sample_accounts.trained(world))
         for lead in self._leads.values():
             if what in lead.moves.triggers:
                 self._go_on(lead)
 
     def report(self, world: World) -> None:
         """The rollout and the actor report their accounts of an iteration that is over."""
-        self._report(world, Role.ROLLOUT, generated=range(len(world.rollout.sequences)))
-        self._report(world, Role.ACTOR, trained=self._trained(world))
-
-    def _trained(self, world: World) -> list[int]:
-        size = self.spec.group_size
-        return [group * size + member for group in world.trainer.trained for member in range(size)]
+        self._report(Role.ROLLOUT, sample_accounts.generated(world))
+        self._report(Role.ACTOR, sample_accounts.trained(world))
 
     # Commands of the scheduler
 
@@ -175,7 +211,12 @@ class Cluster:
             self.world.trainer.stay()
 
     def _is_dead(self, gpu: GpuId) -> bool:
-        return self.world is not None and self.world.gpus.holder(gpu) is Holder.LOST
+        if self.world is None:
+            return any(gpu in outage.gpus for outage in self.outages)
+        return self.world.gpus.holder(gpu) is Holder.LOST
+
+    def _are_free(self, grants: Iterable[Grant]) -> bool:
+        return are_free(self.world, grants) and not any(self._is_dead(grant.gpu) for grant in grants)
 
     def _came_to_nothing(self, lead: Lead, dead: tuple[Grant, ...]) -> None:
         if lead.change is not None and lead.change.is_lead_to_commit and lead.role is Role.ACTOR:
@@ -184,7 +225,7 @@ class Cluster:
 
     def _go_on(self, lead: Lead) -> None:
         """Report what the world has done of the commands to this lead."""
-        cleared = tuple(sorted(grant for grant in lead.clearing if are_free(self.world, (grant,))))
+        cleared = tuple(sorted(grant for grant in lead.clearing if self._are_free((grant,))))
         if cleared:
             lead.clearing.difference_update(cleared)
             self._say(lead, ev.GpusReleased(cleared))
@@ -193,23 +234,30 @@ class Cluster:
             return
         if not change.is_switched and lead.is_there(self.world):
             self._switch(lead, change)
-        if change.is_switched and are_free(self.world, change.leaving):
+        if change.is_switched and self._are_free(change.leaving):
             lead.change = None
             if change.leaving:
                 self._say(lead, ev.GpusReleased(change.leaving), transition=change.transition)
 
     def _switch(self, lead: Lead, change: Change) -> None:
         change.is_switched = True
-        is_first = lead.role is Role.ACTOR and not self.voice.iteration and self.world is None and not lead.members
+        is_first = lead.role is Role.ACTOR and not self._is_published
         lead.members, lead.layout = change.members, change.layout
         if change.layout is None:
             return
         if change.is_lead_to_commit:
             self.store.commit(change.transition, lead.role, change.layout)
         acquired = () if change.is_lead_to_commit else change.coming
-        self.voice.commit_layout(lead, change.layout, transition=change.transition, acquired=acquired)
+        self.voice.commit_layout(
+            lead,
+            change.layout,
+            transition=change.transition,
+            acquired=acquired,
+            next_iteration=self._version,
+            next_prompt=self._version * self.spec.num_prompts,
+        )
         if is_first:
-            self.voice.publish(lead, Snapshot(self.voice.incarnation, 0, "files-0", "sum-0", b""), None)
+            self._publish()
 
     def _clear(self, lead: Lead, grants: tuple[Grant, ...]) -> None:
         lead.clearing.update(grants)
@@ -231,12 +279,15 @@ class Cluster:
     def _answer_gate(self, command: cmd.AskGate) -> None:
         """A GPU is held as long as the world has it so. A lost GPU that does not come back stays held."""
         gates = (
-            ev.GateState(gpu, token, not are_free(self.world, (Grant(gpu, token),)))
-            for gpu, token in self._highest.items()
+            ev.GateState(gpu, token, not self._are_free((Grant(gpu, token),))) for gpu, token in self._highest.items()
         )
         self.voice.report_gates(command, gates)
 
     # Deaths and returns
+
+    def _start_services(self, node: NodeId) -> None:
+        for role in Role:
+            self.voice.start(instance_id(role, node))
 
     def _node_lost(self, node: NodeId) -> None:
         """The scheduler learns of the loss at once, before the events about its GPUs. The leases of a real node have to
@@ -275,21 +326,22 @@ class Cluster:
 
     # Events
 
-    def _report(self, world: World, role: Role, *, generated: Sequence[int] = (), trained: Sequence[int] = ()) -> None:
+    def _report(self, role: Role, account: ev.IterationReported) -> None:
         lead = self._leads[role]
-        body = ev.IterationReported(_fate(generated), _fate(trained), (), (), 0, (("seconds", world.now_s),))
-        self._say(lead, body, grants=lead.members)
+        self._say(lead, account, grants=lead.members)
+
+    def _publish(self) -> None:
+        self._is_published, version = True, self._version
+        snapshot = Snapshot(self.voice.incarnation, version, f"files-{version}", f"sum-{version}", b"")
+        self.voice.publish(self._leads[Role.ACTOR], snapshot, None)
 
     def _say(self, lead: Lead, body: ev.Body, *, transition: str = "", grants: tuple[Grant, ...] = ()) -> None:
         self.voice.say(lead.instance, body, transition=transition, grants=grants)
 
     def _placed(self) -> Assignment:
-        """The GPUs of every component."""
+        """The GPUs of every component. A trainer that lacks ranks has none until it has all again."""
         gpus = {role: tuple(grant.gpu for grant in lead.members) for role, lead in self._leads.items()}
         layout = self._leads[Role.ACTOR].layout
-        trainer = Placed(gpus[Role.ACTOR], layout) if layout else None
+        is_whole = layout is not None and len(gpus[Role.ACTOR]) == layout.num_ranks
+        trainer = Placed(gpus[Role.ACTOR], layout) if layout and is_whole else None
         return Assignment(replicas(gpus[Role.ROLLOUT], engine_size(self.spec)), trainer, gpus[Role.INFERENCE])
-
-
-def _fate(samples: Sequence[int]) -> Fate:
-    return fate([(each + 1) * DIGEST_STEP for each in samples])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from simulator.happenings import What
@@ -54,3 +55,23 @@ class LateFault:
 
 
 Fault = GpuFault | NodeFault | EngineFault | LateFault
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outage:
+    """GPUs that one fault holds lost. Two outages are never equal: a GPU may have several at once.
+
+    `back_at_s` is None for GPUs that never come back. `node`: all services of this node are lost with its GPUs.
+    """
+
+    gpus: tuple[GpuId, ...]
+    back_at_s: float | None
+    node: NodeId | None = None
+
+    def is_over(self, at_s: float) -> bool:
+        return self.back_at_s is not None and self.back_at_s <= at_s
+
+
+def next_return_s(outages: Iterable[Outage]) -> float | None:
+    """When the next of the GPUs is back. None: none comes back."""
+    return min((each.back_at_s for each in outages if each.back_at_s is not None), default=None)

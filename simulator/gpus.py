@@ -58,10 +58,10 @@ class Change:
 class Gpus:
     """All GPUs are free at the start. `doings` has, by GPU, the start and the kind of each activity."""
 
-    def __init__(self, gpus: Iterable[GpuId]) -> None:
+    def __init__(self, gpus: Iterable[GpuId], at_s: float = 0.0) -> None:
         self._holder = dict.fromkeys(gpus, Holder.FREE)
         self.changes: list[Change] = []
-        self.doings: dict[GpuId, list[tuple[float, Doing]]] = {gpu: [(0.0, Doing.FREE)] for gpu in self._holder}
+        self.doings: dict[GpuId, list[tuple[float, Doing]]] = {gpu: [(at_s, Doing.FREE)] for gpu in self._holder}
 
     @property
     def cluster(self) -> tuple[GpuId, ...]:

@@ -53,7 +53,8 @@ class What(StrEnum):
     NODE_BACK = "node_back"
     """gpus: all GPUs of the node."""
     FAULT_MISSED = "fault_missed"
-    """The engine of a fault does not run. number: the engine; count: the running engines."""
+    """The engine of a fault does not run. number: the engine; count: the running engines. Or its node is lost already.
+    gpus: those of the node."""
     WOKE = "woke"
     """number: the number in the request for a wake-up."""
     ITERATION_FINISHED = "iteration_finished"

@@ -12,6 +12,7 @@ Invariants:
 - After the loss of a GPU the interrupted piece is computed again from its beginning, before all later ones.
   [test_world: a_lost_gpu_of_the_inference_costs_a_group]
 - A response that is computed ahead is not computed again with its group. [test_world: computed_ahead_is_not_computed]
+- A filtered group is handed on as soon as it has ended, whatever waits. [test_world: a_filtered_group_is_handed_on]
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ class Inference:
         """A response has ended. `is_last`: its group has ended with it."""
         self._waiting.setdefault(group, []).append(num_tokens)
         self._tokens[group] += num_tokens
-        if is_last:
+        if is_last and group in self._workload.filtered:
+            del self._waiting[group], self._tokens[group], self._ahead[group]
+            self._hand_on(group, 0)
+        elif is_last:
             self.backlog.append(group)
         self.go()
 
@@ -174,7 +178,7 @@ class Inference:
             waiting[group].append(num_tokens)
         for group, later in self._waiting.items():
             waiting.setdefault(group, []).extend(later)
-        self._waiting = waiting
+        self._waiting = {group: each for group, each in waiting.items() if group in self._tokens}
         if work.ends is not None:
             self.backlog.appendleft(work.ends)
 
@@ -185,13 +189,18 @@ class Inference:
         self.has_computed = True
         if work.ends is None:
             for group, each in work.responses:
-                self._ahead[group] += each
+                # A filtered group that has ended meanwhile is no work any more.
+                if group in self._tokens:
+                    self._ahead[group] += each
         else:
             num_tokens = self._tokens[work.ends]
             del self._ahead[work.ends]
-            self._left -= 1
-            self._shared.report(What.GROUP_INFERRED, work.ends, num_tokens)
-            self._group_done(work.ends, num_tokens)
-            if not self._left:
-                self._shared.report(What.INFERENCE_FINISHED)
+            self._hand_on(work.ends, num_tokens)
         self.go()
+
+    def _hand_on(self, group: int, num_tokens: int) -> None:
+        self._left -= 1
+        self._shared.report(What.GROUP_INFERRED, group, num_tokens)
+        self._group_done(group, num_tokens)
+        if not self._left:
+            self._shared.report(What.INFERENCE_FINISHED)

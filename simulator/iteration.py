@@ -10,20 +10,22 @@ Invariant: the same scenario, policy and seed give the same history. [test_run: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
 from simulator.bound import clairvoyant_bound
 from simulator.cost_model import CostLaws
+from simulator.faults import Fault
 from simulator.happenings import Happening, What
-from simulator.job_spec import job_of, response_share
+from simulator.job_spec import job_of, population_law, response_share
 from simulator.noise import Noise
 from simulator.outcome import PolicyDecision, Run, spans
 from simulator.scenario import Scenario
 from simulator.situations import Situations, to_ms
 from simulator.workload import Workload
-from simulator.world import Placement, World
+from simulator.world import AT_START, Opening, Placement, World
 
 PROGRESS = frozenset({What.SEQUENCE_FINISHED, What.GROUP_FINISHED, What.GROUP_INFERRED})
 """Happenings that are too frequent for a decision at each."""
@@ -35,9 +37,9 @@ class DecisionTimes:
     The scheduler's `pacing` says it of a state's changes.
     """
 
-    def __init__(self, decide_every_s: float) -> None:
+    def __init__(self, decide_every_s: float, began_s: float = 0.0) -> None:
         self._decide_every_s = decide_every_s
-        self._last_s = 0.0
+        self._last_s = began_s
         self._wake_ms: int | None = None
         self._num_wakes = 0
 
@@ -58,38 +60,46 @@ class DecisionTimes:
 
 
 class SimulatedIteration:
-    """A scenario's iteration under one seed."""
+    """A scenario's iteration under one seed.
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    `workload` is its work. None: as the scenario draws it. `spec` is the job that the iteration belongs to. None: a job
+    of this iteration alone.
+    """
+
+    def __init__(
+        self, scenario: Scenario, seed: int, *, workload: Workload | None = None, spec: JobSpec | None = None
+    ) -> None:
         self.scenario, self.seed = scenario, seed
-        workload = scenario.workload(seed)
+        workload = workload or scenario.workload(seed)
+        share = response_share(scenario, population_law(scenario.lengths, workload.lengths))
         self.costs: CostLaws = scenario.laws()
-        self.spec: JobSpec = job_of(scenario, workload.lengths)
-        self.workload: Workload = replace(workload, response_share=response_share(scenario, self.spec.lengths))
+        self.spec: JobSpec = spec or job_of(scenario, workload.lengths)
+        self.workload: Workload = replace(workload, response_share=share)
         self.situations = Situations(scenario, self.spec, self.workload, self.costs)
 
-    def world(self, at: Assignment) -> World:
-        """The world that begins with this assignment."""
+    def world(self, at: Assignment, faults: Iterable[Fault] | None = None, opening: Opening = AT_START) -> World:
+        """The world that begins with this assignment. `faults` None: those of the scenario, for its first iteration."""
         rollout = tuple(gpu for gpus in at.engines for gpu in gpus)
         trainer, layout = (at.trainer.gpus, at.trainer.layout) if at.trainer else ((), None)
         placement = Placement(self.scenario.cluster.gpus(), rollout, at.inference, trainer, layout)
         own = self.scenario
+        strikes = own.scheduled_faults() if faults is None else faults
         noise = Noise(own.noise, self.seed)
-        return World(self.workload, self.costs, placement, own.scheduled_faults(), own.reshard_model, noise)
+        return World(self.workload, self.costs, placement, strikes, own.reshard_model, noise, opening)
 
     def run_of(self, world: World, *, policy: str, decisions: list[PolicyDecision]) -> Run:
         """The result of an iteration that has ended."""
-        size = self.workload.group_size
-        num_trained = len(world.trainer.trained) * size
+        size, filtered = self.workload.group_size, self.workload.filtered
+        num_trained = sum(group not in filtered for group in world.trainer.trained) * size
         return Run(
             policy=policy,
             seed=self.seed,
-            iteration_s=world.now_s,
+            iteration_s=world.now_s - world.began_s,
             timeline={gpu: spans(marks, world.now_s) for gpu, marks in world.gpus.doings.items()},
             decisions=tuple(decisions),
             history=tuple(world.history),
             bound=clairvoyant_bound(self.workload, self.costs, len(world.gpus.cluster)),
             num_moves=len(decisions) - 1,
             num_samples=num_trained,
-            num_lost=self.workload.num_groups * size - num_trained,
+            num_lost=(self.workload.num_groups - len(world.trainer.trained)) * size,
         )

@@ -82,7 +82,7 @@ class LengthSection(Section):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """By group: the turns of each member, and the hint for the tokens of one member."""
+    """By group: the turns of each member, and the hint for the tokens of one member. A hint of 0: none."""
 
     turns: tuple[tuple[Turns, ...], ...]
     hints: tuple[float, ...]
@@ -105,6 +105,20 @@ def draw_lengths(section: LengthSection, *, num_prompts: int, group_size: int, r
     if section.law is LengthLaw.LONG_TAILED:
         is_tail = rng.random(num_prompts) < section.tail_share
         level = np.where(is_tail, level * (1 + rng.pareto(section.tail_index, num_prompts)), level)
+    return lengths_at(level, section, z_member=z_member, z_hint=z_hint, rng=rng)
+
+
+def lengths_at(
+    level: Floats,
+    section: LengthSection,
+    *,
+    z_member: Floats,
+    z_hint: Floats,
+    rng: np.random.Generator,
+    known: Floats | None = None,
+) -> Lengths:
+    """The lengths of prompts with these levels. `known`: the levels that earlier iterations have shown, which hints are
+    about; 0 for a prompt that none has had. None: the present levels. `rng` draws the numbers of turns."""
     drawn = level[:, None] * np.exp(section.sigma_group * z_member)
     tokens = np.clip(drawn, section.min_tokens, section.max_tokens).astype(np.int64)
     num_turns = 1 + rng.poisson(section.mean_turns - 1, tokens.shape)
@@ -112,7 +126,7 @@ def draw_lengths(section: LengthSection, *, num_prompts: int, group_size: int, r
         tuple(_cut(int(total), int(parts)) for total, parts in zip(*rows, strict=True))
         for rows in zip(tokens, num_turns, strict=True)
     )
-    return Lengths(turns, _hints(level, section.hint_sigma, z_hint))
+    return Lengths(turns, _hints(level if known is None else known, section.hint_sigma, z_hint))
 
 
 def lengths_of_trace(turns: tuple[tuple[Turns, ...], ...], section: LengthSection, rng: np.random.Generator) -> Lengths:

@@ -1,7 +1,7 @@
 """The result of a simulated iteration, as values for reports and comparisons.
 
-Invariant: a GPU's spans follow one another from 0 to the iteration's end. No span is empty, and two neighbours differ.
-[test_run: a_policy_trains_every_sample_once]
+Invariant: a GPU's spans follow one another from the iteration's beginning to its end. No span is empty, and two
+neighbours differ. [test_run: a_policy_trains_every_sample_once]
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PolicyDecision:
 class Run:
     """The result of one run.
 
-    `num_moves` counts changes of the assignment. `num_samples` counts the trained samples, and `num_lost` the others.
+    `num_moves` counts changes of the assignment. `num_samples` counts the trained samples. `num_lost` counts those that
+    are neither trained nor filtered.
     """
 
     policy: str

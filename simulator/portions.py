@@ -49,7 +49,7 @@ class Portions:
             return Portion(joining[:1], (), is_last=num_missing == 1)
         return next_portion(
             Joining(joining, is_filled),
-            {group: self._workload.sequence_tokens(group) for group in joining},
+            {group: self._workload.sequence_tokens(group) for group in self._trained(joining)},
             limits,
             dp=layout.dp,
             streams=self._workload.streams,
@@ -63,9 +63,15 @@ class Portions:
         limits = self._workload.limits
         if limits is None:
             return imbalance(size * self._workload.group_size, layout.dp)
-        lengths = [tokens for group in portion.prompts for tokens in self._workload.sequence_tokens(group)]
+        trained = self._trained(portion.prompts)
+        lengths = [tokens for group in trained for tokens in self._workload.sequence_tokens(group)]
+        if not lengths:
+            return 1.0
         busiest = _busiest(lengths, portion, limits, self._place(layout), first_bundle)
         return busiest * layout.dp / sum(lengths)
+
+    def _trained(self, groups: Sequence[int]) -> list[int]:
+        return [group for group in groups if group not in self._workload.filtered]
 
     def _most_tokens(self, layout: Layout) -> float:
         if not self._workload.carries_gradients:

@@ -14,6 +14,7 @@ Invariant: a `Scenario` is valid when made and never changes. [test_scenario: a_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -22,6 +23,8 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from simulator.cost_model import CostLaws
+from simulator.curves import BadCurve
+from simulator.drift import Drift, drift_of
 from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
 from simulator.lengths import BadTrace, LengthLaw, Lengths, draw_lengths, lengths_of_trace, parse_trace
 from simulator.noise import Noise
@@ -89,10 +92,20 @@ class Scenario(ScenarioSections):
         return draw_lengths(self.lengths, num_prompts=USUAL_PROMPTS, group_size=USUAL_MEMBERS, rng=rng)
 
     def scheduled_faults(self) -> tuple[Fault, ...]:
-        return tuple(_scheduled(fault, self.cluster.gpus()) for fault in self.faults)
+        """Those of the job and of its first iteration."""
+        return tuple(_scheduled(fault, self.cluster.gpus()) for fault in self.faults if not fault.iteration)
 
-    def read_lengths(self, seed: int | None = None) -> Lengths:
-        """The lengths, drawn or from the file. ScenarioError: the file is not a trace of this job."""
+    def faults_of(self, iteration: int, *, began_s: float) -> tuple[Fault, ...]:
+        """The faults whose times count from the beginning of this iteration, which is not the first."""
+        own = (fault for fault in self.faults if fault.iteration == iteration)
+        scheduled = (_scheduled(fault, self.cluster.gpus()) for fault in own)
+        return tuple(replace(fault, at_s=began_s + fault.at_s) for fault in scheduled)
+
+    def read_lengths(self, seed: int | tuple[int, int] | None = None) -> Lengths:
+        """The lengths, drawn or from the file. `seed` may be one of several words, as for numpy's generators.
+
+        ScenarioError: the file is not a trace of this job.
+        """
         rng = np.random.default_rng(self.seed if seed is None else seed)
         if self.lengths.law is not LengthLaw.TRACE:
             own = self.algorithm
@@ -126,12 +139,24 @@ class Scenario(ScenarioSections):
         return World(*own, self.reshard_model, noise)
 
 
+def read_drift(scenario: Scenario) -> Drift:
+    """The curves of the scenario's drift. ScenarioError: its file has no curve."""
+    text = _text_of(scenario.drift.file, key="drift.file", content="a point a line") if scenario.drift.file else None
+    try:
+        return drift_of(scenario.drift, file_text=text)
+    except BadCurve as error:
+        raise ScenarioError(str(error)) from error
+
+
 _FILE_NAMES = {path: mark for path, info in fields_of(Scenario) for mark in info.metadata if isinstance(mark, FileName)}
-_WHOLE = frozenset({("cluster", "nodes"), ("costs", "trainer", "layout_efficiency")})
+_CURVES = ("mean_tokens", "median_tokens", "sigma_prompt", "trained_share")
+_WHOLE = frozenset(
+    {("cluster", "nodes"), ("costs", "trainer", "layout_efficiency"), *(("drift", name) for name in _CURVES)}
+)
 
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
-    """ScenarioError lists all faults, also those of the lengths file."""
+    """ScenarioError lists all faults, also those of the lengths file and of the drift's file."""
     try:
         layer = _layered(path, overrides)
     except ValueError as error:
@@ -139,6 +164,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     scenario = parse_scenario(layer.values, layer=layer)
     if scenario.lengths.law is LengthLaw.TRACE:
         _read_trace(scenario)
+    read_drift(scenario)
     return scenario
 
 
@@ -192,17 +218,7 @@ def _file_layer(path: Path) -> Layer:
 
 def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
     path, own = scenario.lengths.file, scenario.algorithm
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ScenarioError(f"lengths.file {path}: {error.strerror}; name a file of one line a prompt") from error
-    except UnicodeDecodeError as error:
-        raise ScenarioError(
-            f"lengths.file {path} is no text: {error.reason}; name a file of one line a prompt"
-        ) from error
-    except ValueError as error:
-        # No file can have this name: it contains a NUL.
-        raise ScenarioError(f"lengths.file {path!r}: {error}; name a file of one line a prompt") from error
+    text = _text_of(path, key="lengths.file", content="one line a prompt")
     try:
         turns = parse_trace(text, name=path, group_size=own.group_size, max_tokens=scenario.lengths.max_tokens)
     except BadTrace as error:
@@ -213,6 +229,18 @@ def _read_trace(scenario: Scenario) -> tuple[tuple[tuple[int, ...], ...], ...]:
             "make them the same"
         )
     return turns
+
+
+def _text_of(path: str, *, key: str, content: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ScenarioError(f"{key} {path}: {error.strerror}; name a file of {content}") from error
+    except UnicodeDecodeError as error:
+        raise ScenarioError(f"{key} {path} is no text: {error.reason}; name a file of {content}") from error
+    except ValueError as error:
+        # No file can have this name: it contains a NUL.
+        raise ScenarioError(f"{key} {path!r}: {error}; name a file of {content}") from error
 
 
 def _scheduled(fault: FaultSection, gpus: tuple[GpuId, ...]) -> Fault:

@@ -11,6 +11,8 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from simulator.curves import BadCurve
+from simulator.drift import drift_of
 from simulator.lengths import LengthLaw
 from simulator.scenario_sections import ScenarioSections
 from tidegate.config.base import ITEM, fields_of
@@ -37,7 +39,7 @@ _FIELDS_OF_FAULT = {
     "engine": {"engine"},
     "late": {"what", "late_s"},
 }
-"""The fields of a fault by its kind, without `at_s`."""
+"""The fields of a fault by its kind, besides those of every fault."""
 
 
 def scenario_faults(scenario: ScenarioSections) -> list[str]:
@@ -48,6 +50,7 @@ def scenario_faults(scenario: ScenarioSections) -> list[str]:
         *_actor_layouts_faults(scenario),
         *_workload_faults(scenario),
         *_range_faults(scenario),
+        *_drift_faults(scenario),
         *_fault_faults(scenario),
     ]
 
@@ -168,6 +171,26 @@ def _workload_faults(scenario: ScenarioSections) -> Iterator[str]:
         yield f"lengths.law={lengths.law} and lengths.file={lengths.file!r}: a trace needs a file, another law has none"
 
 
+def _drift_faults(scenario: ScenarioSections) -> Iterator[str]:
+    own = scenario.drift
+    means = ("mean_tokens", "median_tokens", "curve", "file")
+    if len(given := [f"drift.{name}" for name in means if getattr(own, name)]) > 1:
+        yield f"{' and '.join(given)} are set, and each of them says how long responses are: leave one"
+    if scenario.lengths.law is LengthLaw.TRACE:
+        others = [name for name in (*means, "sigma_prompt", "spikes", "epoch_prompts") if getattr(own, name)]
+        for name in others:
+            yield f"drift.{name} is set and lengths.law=trace: a trace has its own lengths; leave drift.{name} out"
+    if own.epoch_prompts is not None and own.epoch_prompts < (prompts := scenario.algorithm.prompts_per_iteration):
+        yield (
+            f"drift.epoch_prompts={own.epoch_prompts} is below algorithm.prompts_per_iteration={prompts}: an iteration "
+            "would have a prompt twice; raise it"
+        )
+    try:
+        drift_of(own)
+    except BadCurve as error:
+        yield str(error)
+
+
 def _range_faults(scenario: ScenarioSections) -> Iterator[str]:
     """Faults of numbers that are finite but lead to infinite or endless results."""
     for path, _ in fields_of(type(scenario)):
@@ -197,7 +220,7 @@ def _fault_faults(scenario: ScenarioSections) -> Iterator[str]:
     num_gpus = len(scenario.cluster.gpus())
     for at, fault in enumerate(scenario.faults):
         needed = "what" if fault.kind == "late" else fault.kind
-        others = sorted(fault.model_fields_set - {"at_s", "kind", *_FIELDS_OF_FAULT[fault.kind]})
+        others = sorted(fault.model_fields_set - {"at_s", "kind", "iteration", *_FIELDS_OF_FAULT[fault.kind]})
         if others:
             yield f"faults.{at}.{others[0]} does not belong to kind={fault.kind}: leave it out"
         if getattr(fault, needed) is None:
@@ -223,9 +246,10 @@ def _node_faults(scenario: ScenarioSections, key: str, node: str | None) -> Iter
 def _overlaps(scenario: ScenarioSections) -> Iterator[str]:
     """Faults of a node that overlap in time: the node's services would come back twice."""
     losses = [(at, fault) for at, fault in enumerate(scenario.faults) if fault.kind == "node"]
-    losses.sort(key=lambda each: (each[1].node or "", each[1].at_s))
+    losses.sort(key=lambda each: (each[1].node or "", each[1].iteration or 0, each[1].at_s))
     for (earlier, first), (at, second) in pairwise(losses):
-        if first.node != second.node:
+        if (first.node, first.iteration) != (second.node, second.iteration):
+            # Nobody knows yet when an iteration begins. A loss that overlaps then is reported as missed.
             continue
         back_s = inf if first.back_after_s is None else first.at_s + first.back_after_s
         if second.at_s <= back_s:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from simulator.assumptions import Source
 from simulator.cost_model import Costs
+from simulator.drift import DriftSection
 from simulator.happenings import What
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
@@ -90,7 +91,9 @@ class FaultSection(Section):
     gpu: Count | None = None
     node: str | None = None
     back_after_s: NonNegativeFloat | None = None
-    """For `gpu` and `node`: the time until it is available again. None: not in this iteration."""
+    """For `gpu` and `node`: the time until it is available again. None: never."""
+    iteration: Count | None = None
+    """The iteration from whose beginning `at_s` counts. None: from the job's beginning."""
     engine: Count | None = None
     what: What | None = None
     late_s: NonNegativeFloat = 0.0
@@ -116,6 +119,8 @@ class ScenarioSections(Section):
     physics: PhysicsSection = PhysicsSection()
     """The law of all times. With `roofline` it computes those of `costs` that depend on the model and the GPU."""
     noise: NoiseSection = NoiseSection()
+    drift: DriftSection = DriftSection()
+    """How the lengths change over the iterations of a job. One iteration alone has those of `lengths`."""
     costs: Costs = Costs()
     scheduler: SchedulerSection = SchedulerSection()
     """The default policy and the rules of each policy. In a simulation a policy knows the costs and lengths that

@@ -80,11 +80,12 @@ class Situations:
         )
 
     def _rates(self, world: World) -> tuple[TrainerRate, ...]:
-        """By layout, with the waits of replicas for the busiest one."""
+        """By layout, with the waits of replicas for the busiest one. None for a layout with filtered groups only."""
         share, tokens_s = world.workload.response_share, self._costs.trainer.tokens_s
         return tuple(
             TrainerRate(layout, share / tokens_s(1.0, layout) / (measured.seconds / measured.even_s))
             for layout, measured in world.trainer.trained_in.items()
+            if measured.even_s
         )
 
 

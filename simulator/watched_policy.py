@@ -18,6 +18,10 @@ class WatchedPolicy:
         self._assignment: Assignment | None = None
         self.decisions: list[PolicyDecision] = []
 
+    def begin(self) -> None:
+        """An iteration begins: no decision is made in it."""
+        self._last, self._assignment, self.decisions = None, None, []
+
     def check(self, spec: JobSpec) -> None:
         self._policy.check(spec)
 

@@ -39,6 +39,8 @@ class Workload:
     """The share of responses in all tokens, as earlier iterations have measured it."""
     observation_tokens: int = 0
     environment_s: float = 0.0
+    filtered: frozenset[int] = frozenset()
+    """The groups without a spread of rewards. They are generated, and neither scored nor trained."""
 
     @property
     def num_groups(self) -> int:

@@ -13,8 +13,8 @@ and ends with ITERATION_FINISHED. Moves correspond to commands of a scheduler:
 
 Happenings correspond to events. An adapter makes the scheduler's own values from them and from the state of the
 components, and moves from the scheduler's commands. The world chooses no move. It carries moves out by the rules of the
-components, which are in `rollout`, `inference` and `training`. Two components never wait for the same free GPU: a move
-to a GPU that is promised to another component is refused.
+components, which are in `rollout`, `inference` and `training`. Faults are in `striking`. Two components never wait for
+the same free GPU: a move to a GPU that is promised to another component is refused.
 
 Invariants:
 - A GPU has one holder. [test_simulator: every_sequence_ends_once]
@@ -28,22 +28,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from simulator.clock import Clock
 from simulator.cost_model import CostLaws
 from simulator.engines import Sequence
-from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
+from simulator.faults import Fault, Outage
 from simulator.gpus import Gpus, Holder, MoveRefused
 from simulator.happenings import Happening, Shared, What
 from simulator.inference import Inference
 from simulator.model import ModelSection
 from simulator.noise import EXACT, Noise
 from simulator.rollout import Rollout
+from simulator.striking import Stages, Striking
 from simulator.training import Resize, Trainer
 from simulator.workload import Workload
-from tidegate.types import GpuId, Layout, node_of
+from tidegate.types import GpuId, Layout
 
 
 class Unfinished(RuntimeError):
@@ -66,10 +67,22 @@ class Placement:
     """The actor's layout. None: it has no GPUs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The instant at which an iteration begins, and the outages of earlier iterations that last until then."""
+
+    at_s: float = 0.0
+    outages: tuple[Outage, ...] = ()
+
+
+AT_START = Opening()
+
+
 class World:
     """One iteration. MoveRefused: a component cannot have its placement.
 
-    `model` is the model that the trainer's reshards move. None: each reshard takes `costs.switch.reshard_s`.
+    `faults` have times of the job. A fault whose time is over strikes at the beginning. `model` is the model that the
+    trainer's reshards move. None: each reshard takes `costs.switch.reshard_s`.
     """
 
     def __init__(
@@ -80,26 +93,35 @@ class World:
         faults: Iterable[Fault] = (),
         model: ModelSection | None = None,
         noise: Noise = EXACT,
+        opening: Opening = AT_START,
     ) -> None:
-        self.workload, self.costs = workload, costs
+        self.workload, self.costs, self.began_s = workload, costs, opening.at_s
         self.history: list[Happening] = []
-        self._clock = Clock()
-        self.gpus = Gpus(placement.cluster)
+        self._clock = Clock(opening.at_s)
+        self.gpus = Gpus(placement.cluster, opening.at_s)
         self._unreported: deque[Happening] = deque()
-        self._late: list[LateFault] = []
-        self._lost_by: dict[GpuId, list[Fault]] = {}
-        """The present faults of each GPU. It is available again after the last one."""
         shared = Shared(self._clock, self.gpus, self._publish, self._freed)
         self._shared = shared
+        self._striking = Striking(faults, costs, shared, self._unreported.append)
         self.trainer = Trainer(workload, costs, shared, model, noise)
         self.inference = Inference(workload, costs, shared, self._group_inferred)
         self.rollout = self._new_rollout(shared, noise)
         self._check_layout(placement.actor, placement.layout)
+        self._striking.go_on(opening.outages)
         self.rollout.start(placement.rollout)
         self.inference.start(placement.inference)
         self.trainer.start(placement.actor, placement.layout)
-        for fault in faults:
-            self._clock.schedule(fault.at_s, partial(self._fail, fault))
+        self._striking.strike_on(Stages(self.rollout, self.inference, self.trainer))
+
+    @property
+    def pending_faults(self) -> tuple[Fault, ...]:
+        """The faults that have had no effect yet."""
+        return self._striking.pending
+
+    @property
+    def outages(self) -> tuple[Outage, ...]:
+        """What is lost now, in the order of the losses."""
+        return tuple(self._striking.outages)
 
     @property
     def now_s(self) -> float:
@@ -224,72 +246,8 @@ class World:
         self.trainer.go()
 
     def _publish(self, happening: Happening) -> None:
-        for fault in self._late:
-            if fault.what is happening.what:
-                self._late.remove(fault)
-                reported_s = self.now_s + fault.late_s
-                self._clock.schedule(
-                    reported_s, partial(self._unreported.append, replace(happening, reported_s=reported_s))
-                )
-                return
-        self._unreported.append(happening)
-
-    def _fail(self, fault: Fault) -> None:
-        match fault:
-            case LateFault():
-                self._late.append(fault)
-            case GpuFault(gpu=gpu):
-                self._lose(gpu, fault)
-                if fault.back_after_s is not None:
-                    self._clock.schedule(self.now_s + fault.back_after_s, partial(self._come_back, gpu, fault))
-            case NodeFault():
-                self._lose_node(fault)
-            case EngineFault(engine=name):
-                if name in self.rollout.engines:
-                    self._free_after_death(self.rollout.kill(name))
-                else:
-                    self._shared.report(What.FAULT_MISSED, name, len(self.rollout.engines))
-
-    def _lose(self, gpu: GpuId, fault: Fault) -> None:
-        self._lost_by.setdefault(gpu, []).append(fault)
-        before = self.gpus.lose(gpu, self.now_s)
-        if before is Holder.LOST:
-            return
-        self._shared.report(What.GPU_LOST, gpus=(gpu,))
-        match before:
-            case Holder.ROLLOUT:
-                name = self.rollout.engine_on(gpu)
-                others = self.rollout.forget_start(gpu) if name is None else self.rollout.kill(name)
-                self._free_after_death(tuple(other for other in others if other != gpu))
-            case Holder.ACTOR:
-                self.trainer.lose(gpu, self.gpus.held_by(Holder.ACTOR))
-        self.inference.lose(gpu)
-        self.trainer.drop_waiting(gpu)
-
-    def _lose_node(self, fault: NodeFault) -> None:
-        gpus = tuple(gpu for gpu in self.gpus.cluster if node_of(gpu) == fault.node)
-        self._shared.report(What.NODE_LOST, gpus=gpus)
-        for gpu in gpus:
-            self._lose(gpu, fault)
-        if fault.back_after_s is not None:
-            self._clock.schedule(self.now_s + fault.back_after_s, partial(self._node_comes_back, gpus, fault))
-
-    def _node_comes_back(self, gpus: tuple[GpuId, ...], fault: NodeFault) -> None:
-        self._shared.report(What.NODE_BACK, gpus=gpus)
-        for gpu in gpus:
-            self._come_back(gpu, fault)
-
-    def _come_back(self, gpu: GpuId, fault: Fault) -> None:
-        """Free the GPU, unless another fault still holds it lost."""
-        self._lost_by[gpu].remove(fault)
-        if not self._lost_by[gpu]:
-            self.gpus.move([gpu], Holder.LOST, Holder.FREE, self.now_s)
-            self._shared.report(What.GPUS_FREED, gpus=(gpu,))
-            self._freed()
-
-    def _free_after_death(self, gpus: tuple[GpuId, ...]) -> None:
-        self.gpus.move(gpus, Holder.ROLLOUT, Holder.LEAVING, self.now_s)
-        self._clock.schedule(self.now_s + self.costs.switch.detect_s, partial(self.rollout.free, gpus))
+        if not self._striking.delays(happening):
+            self._unreported.append(happening)
 
     def _stalled(self) -> str:
         rollout, inference, trainer = self.rollout, self.inference, self.trainer

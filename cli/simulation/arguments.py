@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.jobs import job_folder
-from cli.usage import Parser, seed
+from cli.usage import Parser, count, seed
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import POLICIES
@@ -16,7 +16,7 @@ from tidegate.v1 import control_pb2
 
 COMMANDS = ("simulate", "plan", "calibrate")
 
-_SIMULATE = "Simulate one iteration under one policy, or compare several policies."
+_SIMULATE = "Simulate one iteration, or a job of several, under one policy, or compare several policies."
 _CALIBRATE = "Fit the simulator's costs to what a finished job measured, and print them as a scenario of that job."
 _PLAN = "Predict a job's iteration under each policy and from several placements. Start nothing."
 
@@ -25,7 +25,14 @@ def answer(args: argparse.Namespace) -> int:
     """Returns the exit code. ConfigError and UnknownJob for wrong arguments."""
     name = args.command
     if name == "simulate" and args.replay is not None:
+        if args.iterations is not None:
+            raise ConfigError(
+                f"--iterations {args.iterations} with --replay {args.replay}: a record has its own iterations; "
+                "leave --iterations out"
+            )
         name, args.recorded = "replay", _recorded(Path(args.replay))
+    elif name == "simulate" and args.iterations is not None:
+        name = "simulate_job"
     if args.command == "calibrate":
         if twice := sorted({job for job in args.jobs if args.jobs.count(job) > 1}):
             raise ConfigError(f"{', '.join(twice)} is named twice: name each run once, or it counts for several")
@@ -35,6 +42,7 @@ def answer(args: argparse.Namespace) -> int:
 
     answers = {
         "simulate": commands.simulate,
+        "simulate_job": commands.simulate_job,
         "replay": commands.replay,
         "plan": commands.plan,
         "calibrate": commands.calibrate,
@@ -84,6 +92,13 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     simulate.add_argument(
         "--seed", type=seed, default=None, metavar="S", help="the seed of the lengths (default: the scenario's)"
+    )
+    simulate.add_argument(
+        "--iterations",
+        type=count,
+        default=None,
+        metavar="N",
+        help="simulate a job of N iterations, whose lengths change as `drift` of the scenario says",
     )
     simulate.add_argument(
         "--assumptions", action="store_true", help="below the table, list all assumptions with values and sources"

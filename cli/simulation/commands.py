@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cli.rows import Form, Row, table, written
-from cli.simulation import plan_report, replay_report
+from cli.simulation import job_report, plan_report, replay_report
 from cli.simulation.run_report import (
     ASSUMPTION_COLUMNS,
     SOURCES_LEGEND,
@@ -20,10 +20,14 @@ from cli.simulation.run_report import (
     as_page,
     as_trace,
     assumption_rows,
+    missed_fault,
     plain,
 )
 from simulator import calibration, phase_errors
 from simulator.happenings import What
+from simulator.job_iterations import SimulatedJob, check_faults
+from simulator.job_run import JobRun
+from simulator.job_run import simulate_job as simulated_job
 from simulator.model import ModelSection
 from simulator.policies import Contender, contenders_of, requested_policies
 from simulator.predictions import (
@@ -52,10 +56,23 @@ DEFAULT_POLICY = "tide"
 def simulate(args: argparse.Namespace) -> int:
     """ScenarioError for wrong input, ValueError for an iteration that does not end."""
     scenario = _scenario(args.config)
+    check_faults(scenario, 1)
     contenders = contenders_of(requested_policies(args) or [_default(scenario)], scenario, args.seed)
     runs = [_simulate(name, contender, args.seed) for name, contender in contenders.items()]
     notes = {name: contender.note for name, contender in contenders.items() if contender.note}
     print(_output(scenario, runs, notes, args))
+    return 0
+
+
+def simulate_job(args: argparse.Namespace) -> int:
+    """ScenarioError for wrong input, ValueError for a job that does not end."""
+    job_report.check_form(args.form)
+    scenario = _scenario(args.config)
+    contenders = contenders_of(requested_policies(args) or [_default(scenario)], scenario, args.seed)
+    seed = scenario.seed if args.seed is None else args.seed
+    runs = [_simulate_job(name, contender, args.iterations, seed) for name, contender in contenders.items()]
+    sections = job_report.output(scenario, runs, Form(args.form))
+    print(*sections, *(_assumptions(scenario) if args.assumptions and args.form == Form.TABLE else ()), sep="\n\n")
     return 0
 
 
@@ -169,6 +186,13 @@ def _simulate(name: str, contender: Contender, seed: int | None) -> Run:
         raise ValueError(f"the iteration does not end under {name}: {error}") from error
 
 
+def _simulate_job(name: str, contender: Contender, num_iterations: int, seed: int) -> JobRun:
+    try:
+        return simulated_job(SimulatedJob(contender.scenario, num_iterations, seed), contender.policy, name=name)
+    except Unfinished as error:
+        raise ValueError(f"the job does not end under {name}: {error}") from error
+
+
 def _default(scenario: Scenario) -> str:
     """The scenario's policy, or `DEFAULT_POLICY` where it names none."""
     named = scenario.scheduler
@@ -206,17 +230,18 @@ def _sections(
     sections = [table(rows, tuple(rows[0])), "\n".join([bound, *told, *_missed_faults(runs)])]
     if not with_assumptions:
         return sections
-    return [*sections, _assumptions_table(assumption_rows(scenario)), SOURCES_LEGEND]
+    return [*sections, *_assumptions(scenario)]
 
 
 def _missed_faults(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         for each in run.history:
             if each.what is What.FAULT_MISSED:
-                yield (
-                    f"{run.policy}: engine {each.number}, which was to fail at {each.at_s:g} s, does not run then; "
-                    f"{each.count} others do; engines are numbered from 0 as they start"
-                )
+                yield missed_fault(run.policy, each)
+
+
+def _assumptions(scenario: Scenario) -> tuple[str, str]:
+    return _assumptions_table(assumption_rows(scenario)), SOURCES_LEGEND
 
 
 def _assumptions_table(rows: Iterable[Row]) -> str:

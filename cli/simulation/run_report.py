@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from simulator.happenings import What
+from simulator.happenings import Happening, What
 from simulator.run import PolicyDecision, Run
 from simulator.scenario import Scenario
 from simulator.summary import NS_PER_S, Summary, lanes_of, summaries
@@ -17,6 +17,7 @@ from simulator.used_assumptions import used_assumptions
 from tidegate.short_lists import counted
 from tidegate.timeline import Window, chrome_trace, mark_event
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table
+from tidegate.types import node_of
 
 ASSUMPTION_COLUMNS = ("key", "value", "source")
 SOURCES_LEGEND = "P: published; F: fitted to a published figure; A: assumed"
@@ -142,6 +143,17 @@ def _decision_row(decided: PolicyDecision) -> dict[str, Any]:
         "predicted_end_s": decided.predicted_end_s,
         "reason": decided.reason,
     }
+
+
+def missed_fault(policy: str, missed: Happening) -> str:
+    """A line about a fault that had nothing to strike."""
+    if missed.gpus:
+        node = node_of(missed.gpus[0])
+        return f"{policy}: node {node}, which was to be lost at {missed.at_s:g} s, is lost already then"
+    return (
+        f"{policy}: engine {missed.number}, which was to fail at {missed.at_s:g} s, does not run then; "
+        f"{missed.count} others do; engines are numbered from 0 as they start"
+    )
 
 
 def plain(value: Any) -> str:

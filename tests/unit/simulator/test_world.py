@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from services.scheduler.state.observed import AWAY
-from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault
+from simulator.faults import EngineFault, Fault, GpuFault, LateFault, NodeFault, Outage
 from simulator.gpus import Holder, MoveRefused
 from simulator.happenings import What
 from simulator.workload import Workload
-from simulator.world import Stalled, World
+from simulator.world import Opening, Placement, Stalled, World
 from tests.unit.simulator.small import CLUSTER, COSTS, shown, workload, world
 from tidegate.types import Layout, MinibatchOrder, NodeId
 
@@ -241,6 +242,47 @@ def test_a_gpu_is_free_again_after_the_last_of_its_own_and_its_nodes_faults(name
         run(over)
     freed = [each.at_s for each in over.history if each.what is What.GPUS_FREED and CLUSTER[4] in each.gpus]
     assert freed == ([want] if want is not None else [])
+
+
+def test_a_node_that_is_lost_already_is_not_lost_again() -> None:
+    faults = [NodeFault(0.5, NodeId("n0"), back_after_s=1.0), NodeFault(0.7, NodeId("n0"), back_after_s=9.0)]
+    over = world(workload(EIGHT_GROUPS), faults=faults)
+    with pytest.raises(Stalled):
+        run(over)
+    missed = [(each.at_s, each.gpus) for each in over.history if each.what is What.FAULT_MISSED]
+    assert missed == [(0.7, CLUSTER)]
+    assert [each.at_s for each in over.history if each.what is What.NODE_BACK] == [1.5]
+
+
+def test_an_outage_goes_on_in_the_next_world_and_a_fault_that_is_over_strikes_at_its_beginning() -> None:
+    outage = Outage((CLUSTER[6],), back_at_s=11.0)
+    opening = Opening(at_s=10.0, outages=(outage,))
+    placement = Placement(CLUSTER, CLUSTER[4:6], CLUSTER[2:4], CLUSTER[:2], Layout(dp=2))
+    over = World(workload(EIGHT_GROUPS), COSTS, placement, [GpuFault(9.0, CLUSTER[7])], opening=opening)
+    assert over.gpus.held_by(Holder.LOST) == (CLUSTER[6],)
+    list(over.happenings())
+    assert [each.at_s for each in over.history if each.what is What.GPU_LOST] == [10.0]
+    freed = [each.at_s for each in over.history if each.what is What.GPUS_FREED and CLUSTER[6] in each.gpus]
+    assert freed == [11.0]
+    assert not over.pending_faults
+    assert [each.gpus for each in over.outages] == [(CLUSTER[7],)]
+
+
+@pytest.mark.parametrize("scores_ahead", [False, True])
+def test_a_filtered_group_is_handed_on_and_neither_scored_nor_trained(scores_ahead: bool) -> None:
+    plain = workload(EIGHT_GROUPS, scores_ahead=scores_ahead)
+    runs = []
+    for filtered in (frozenset[int](), frozenset({1, 2})):
+        over = world(replace(plain, filtered=filtered))
+        tokens = {each.number: each.count for each in over.happenings() if each.what is What.GROUP_INFERRED}
+        trained = sum(each.count for each in over.history if each.what is What.MINIBATCH_FINISHED)
+        assert sorted(over.trainer.trained) == sorted(tokens) == list(range(8))
+        runs.append((tokens, trained, over.now_s))
+        assert over.inference.num_tokens_ahead == 0
+    (tokens, trained, seconds), (fewer, less, sooner) = runs
+    assert fewer == tokens | {1: 0, 2: 0}
+    assert less == trained - tokens[1] - tokens[2]
+    assert sooner < seconds
 
 
 def test_a_lost_gpu_of_the_inference_costs_a_group_its_computation_only() -> None:
