@@ -31,6 +31,10 @@ def answer(args: argparse.Namespace) -> int:
                 "leave --iterations out"
             )
         name, args.recorded = "replay", _recorded(Path(args.replay))
+        if args.staleness is not None:
+            raise ConfigError("--staleness with --replay: a record is of a strict job; leave --staleness out")
+    elif name == "simulate" and args.staleness is not None:
+        name = "simulate_async"
     elif name == "simulate" and args.iterations is not None:
         name = "simulate_job"
     if args.command == "calibrate":
@@ -43,6 +47,7 @@ def answer(args: argparse.Namespace) -> int:
     answers = {
         "simulate": commands.simulate,
         "simulate_job": commands.simulate_job,
+        "simulate_async": commands.simulate_asynchronously,
         "replay": commands.replay,
         "plan": commands.plan,
         "calibrate": commands.calibrate,
@@ -99,6 +104,19 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         default=None,
         metavar="N",
         help="simulate a job of N iterations, whose lengths change as `drift` of the scenario says",
+    )
+    simulate.add_argument(
+        "--staleness",
+        type=int,
+        default=None,
+        metavar="K",
+        help="let the rollout run ahead of the trainer, by weights that are at most K iterations old",
+    )
+    simulate.add_argument(
+        "--on-new-weights",
+        choices=("ends_old", "keeps_cache", "computes_cache"),
+        default="ends_old",
+        help="with --staleness: what engines do with running sequences when new weights are there (default: ends_old)",
     )
     simulate.add_argument(
         "--assumptions", action="store_true", help="below the table, list all assumptions with values and sources"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cli.rows import Form, Row, table, written
-from cli.simulation import job_report, plan_report, replay_report
+from cli.simulation import async_report, job_report, plan_report, replay_report
 from cli.simulation.run_report import (
     ASSUMPTION_COLUMNS,
     SOURCES_LEGEND,
@@ -24,6 +24,7 @@ from cli.simulation.run_report import (
     plain,
 )
 from simulator import calibration, phase_errors
+from simulator.asynchrony.course import Asynchrony
 from simulator.happenings import What
 from simulator.job_iterations import SimulatedJob, check_faults
 from simulator.job_run import JobRun
@@ -51,6 +52,8 @@ from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
 DEFAULT_POLICY = "tide"
+ASYNC_ITERATIONS = 8
+"""With `--staleness` and without `--iterations`. The first ones fill the bound."""
 
 
 def simulate(args: argparse.Namespace) -> int:
@@ -72,6 +75,30 @@ def simulate_job(args: argparse.Namespace) -> int:
     seed = scenario.seed if args.seed is None else args.seed
     runs = [_simulate_job(name, contender, args.iterations, seed) for name, contender in contenders.items()]
     sections = job_report.output(scenario, runs, Form(args.form))
+    print(*sections, *(_assumptions(scenario) if args.assumptions and args.form == Form.TABLE else ()), sep="\n\n")
+    return 0
+
+
+def simulate_asynchronously(args: argparse.Namespace) -> int:
+    """ScenarioError for wrong input, ValueError for a training that does not end."""
+    if args.staleness < 0:
+        raise ScenarioError(
+            f"--staleness {args.staleness} is below 0: give 0 for a strict training, 1 for one step off"
+        )
+    job_report.check_form(args.form)
+    names = requested_policies(args) or list(async_report.NAMES)
+    async_report.check_names(names)
+    scenario = _scenario(args.config)
+    if scenario.faults:
+        raise ScenarioError("faults are not simulated with --staleness: leave faults out")
+    rules = Asynchrony(staleness=args.staleness, on_new_weights=args.on_new_weights)
+    seed = scenario.seed if args.seed is None else args.seed
+    num_iterations = ASYNC_ITERATIONS if args.iterations is None else args.iterations
+    try:
+        runs = async_report.simulated(scenario, rules, names, num_iterations=num_iterations, seed=seed)
+    except Unfinished as error:
+        raise ValueError(f"the training does not end: {error}") from error
+    sections = async_report.output(scenario, rules, runs, Form(args.form))
     print(*sections, *(_assumptions(scenario) if args.assumptions and args.form == Form.TABLE else ()), sep="\n\n")
     return 0
 

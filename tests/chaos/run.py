@@ -2,7 +2,8 @@
 
 Order:
 1. the stores, where the job has some of the driver's own;
-2. the job; beside it one task for each fault, which waits for its moment over all starts of the job;
+2. the job; beside it one task for each fault, which waits for its moment over all starts of the job, and one that drops
+   dead letters, as a person would;
 3. where a start ends without having finished, `--resume` once no fault is in force any more;
 4. after the end, everything that the oracles ask for.
 """
@@ -33,6 +34,7 @@ _HOPELESS_S = 120.0
 _SEARCH_S = 5.0
 """How long a fault looks for what it is to strike, once its moment has come."""
 _AGAIN_S = 0.1
+_LETTERS_S = 2.0
 _BEAT_S = 0.5
 _END_S = 30.0
 
@@ -57,7 +59,7 @@ class Driver:
     async def to_its_end(self) -> list[Attempt]:
         attempts: list[Attempt] = []
         faults = [asyncio.create_task(self._strike(place, each)) for place, each in enumerate(self.plan.faults)]
-        looking = asyncio.create_task(self.watch.look_on())
+        beside = [asyncio.create_task(self.watch.look_on()), asyncio.create_task(self._drop_dead_letters())]
         try:
             while len(attempts) <= self.plan.most_stops + 1:
                 attempts.append(await self._attempt(len(attempts)))
@@ -71,12 +73,25 @@ class Driver:
             self.world.is_over = True
             return attempts
         finally:
-            for task in (*faults, looking):
+            for task in (*faults, *beside):
                 task.cancel()
-            ended = await asyncio.gather(*faults, looking, return_exceptions=True)
+            ended = await asyncio.gather(*faults, *beside, return_exceptions=True)
             for error in ended:
                 if isinstance(error, Exception):
                     raise error
+
+    async def _drop_dead_letters(self) -> None:
+        """What a person does who sees the job paused."""
+        dropped: set[str] = set()
+        while True:
+            for row in self.world.events.rows:
+                if "dead_lettered" not in row or row["id"] in dropped:
+                    continue
+                letter = str(row["dead_lettered"]["dead_letter"])
+                code, _ = await self.world.command("deadletter", "drop", self.world.name, letter)
+                if code == 0:
+                    dropped.add(row["id"])
+            await asyncio.sleep(_LETTERS_S)
 
     async def _attempt(self, number: int) -> Attempt:
         options = ("--resume",) if number else ()

@@ -69,12 +69,17 @@ class Watch:
                 self.known.update(job.processes())
 
 
+_REFUSED = 2
+"""The exit code of a start that changed nothing."""
+
+
 def left_behind(world: World, known: set[psutil.Process], attempt: Attempt) -> list[str]:
-    """Processes and files that a run should have removed. A killed launcher leaves files to the next start."""
+    """Processes and files that a run should have removed. A killed launcher leaves files to the next start that is not
+    refused."""
     _, alive = psutil.wait_procs(list(known), timeout=5)
     found = [f"process {each.pid} {' '.join(_command(each))[:120]}" for each in alive]
     found += [f"process {each.pid} {' '.join(_command(each))[:120]}" for each in _strays(world) if each not in alive]
-    if attempt.exit_code >= 0:
+    if attempt.exit_code >= 0 and attempt.exit_code != _REFUSED:
         files = [world.root / "endpoint.json", *_host_memory(world)]
         found += [f"file {path}" for path in files if path.exists()]
     return found

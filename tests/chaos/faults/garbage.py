@@ -29,11 +29,6 @@ _SUBJECTS = (
     "tg.responses.{job}",
     "tg.unknown.{job}",
 )
-_READ = ("tg.events.", "tg.samples.")
-"""A message there that cannot be decoded becomes a dead letter once a consumer comes to it."""
-_FIND_LETTER_S = 60.0
-"""A job that starts beside others comes to its samples after some 40 s."""
-_ASK_AGAIN_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -44,7 +39,7 @@ def _drawn_bytes(rng: random.Random) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OnSubject(Fault):
-    """A message on one of the job's subjects. A person drops the dead letters that come of it."""
+    """A message on one of the job's subjects. The driver drops the dead letters that come of it."""
 
     weight: ClassVar[int] = 2
     subject: str
@@ -66,26 +61,7 @@ class OnSubject(Fault):
             await client.flush()
         finally:
             await client.close()
-        wait_s = _FIND_LETTER_S if self.subject.startswith(_READ) else 0.0
-        num_dropped = await _dropped(world, wait_s)
-        return f"published {len(self.payload) // 2} bytes on {subject}; dropped {num_dropped} dead letters"
-
-
-async def _dropped(world: World, wait_s: float) -> int:
-    """Drops the job's dead letters, as a person does who sees it paused. Returns their number."""
-    loop = asyncio.get_running_loop()
-    dropped: set[str] = set()
-    given_up_s = loop.time() + wait_s
-    while loop.time() < given_up_s and not world.is_over:
-        letters = {str(row["dead_lettered"]["dead_letter"]) for row in world.events.rows if "dead_lettered" in row}
-        for letter in sorted(letters - dropped):
-            code, _ = await world.command("deadletter", "drop", world.name, letter)
-            if code == 0:
-                dropped.add(letter)
-        if dropped:
-            break
-        await asyncio.sleep(_ASK_AGAIN_S)
-    return len(dropped)
+        return f"published {len(self.payload) // 2} bytes on {subject}"
 
 
 @dataclass(frozen=True, slots=True)
