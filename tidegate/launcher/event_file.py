@@ -40,16 +40,19 @@ class BadRecord(ValueError):
 
 class EventFile:
     """Allows one writer. `sequence` is that of the last line, 0 in an empty file. `kept` is the place and the id of the
-    last event that is no figure; None where there is none."""
+    last event that is no figure; None where there is none. `incarnation` is that of the last event that has one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.sequence = 0
         self.kept: tuple[int, str] | None = None
+        self.incarnation = 0
         for row in _rows_from_the_last(path):
             self.sequence = self.sequence or row.stream_sequence
-            if not is_figure(row.event):
+            self.incarnation = self.incarnation or row.event.incarnation
+            if self.kept is None and not is_figure(row.event):
                 self.kept = (row.stream_sequence, row.event.id)
+            if self.kept and self.incarnation:
                 break
 
     def append(self, sequence: int, event: events_pb2.Event) -> None:

@@ -28,6 +28,7 @@ from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.event_file import EventFile, is_log_of
 from tidegate.launcher.gpu_wait import GpuWait
+from tidegate.launcher.journal import newest_incarnation
 from tidegate.launcher.outcome import End
 from tidegate.launcher.view import View
 from tidegate.ports.bus import BusUnavailable
@@ -86,9 +87,10 @@ class JobFollower:
     async def submit(self, source: EventSource, *, resume: bool, checkpoint: FoundCheckpoint | None) -> None:
         """Publishes the checkpoint that was found in the folder, then the submission of the job.
 
-        The incarnation is above every incarnation in the stream and above the checkpoint's. A scheduler that kept its
-        state already knows the checkpoint.
+        The incarnation is above each in the stream, in the folder's events and journal, and above the checkpoint's: ids
+        of samples never come again. A scheduler that kept its state already knows the checkpoint.
         """
+        self._incarnation = 1 + max(self._file.incarnation, newest_incarnation(self._folder.journal))
         async for sequence, event in self._bus.events.read(self._job):
             self._incarnation = max(self._incarnation, event.incarnation + 1)
             self._note_place(sequence, event)

@@ -87,6 +87,19 @@ async def test_a_resumed_job_has_an_incarnation_above_its_streams_and_above_its_
     assert [event.incarnation for event in events] == [want, want]
 
 
+@pytest.mark.parametrize(
+    ("written", "want"), [("", 1), ('{"update": "4.0.1"}\n{"upd', 5)], ids=["nothing", "a journal"]
+)
+async def test_a_job_whose_stores_lost_everything_has_an_incarnation_above_its_journals(
+    written: str, want: int, tmp_path: Path
+) -> None:
+    async with followed(tmp_path) as run:
+        run.folder.journal.write_text(written)
+        await run.follower.submit(run.source, resume=True, checkpoint=None)
+        (submitted,) = [event async for _, event in run.bus.events.read(JobId(run.folder.root.name))]
+    assert submitted.incarnation == want
+
+
 class TwoRunsScheduler(LeavingScheduler):
     """Reports the end of the run before this one, and then the end of this one."""
 
