@@ -7,6 +7,7 @@ Order:
 2. From the best of them a pattern search (Hooke and Jeeves 1961) on all seeds: GPUs pass between two components, in
    steps from an eighth of the GPUs down to one.
 3. At each step also the other orders of prompts, and the other kinds of copies that the job allows.
+A caller may ask for fewer seeds, larger last steps, or a search around a split that it knows.
 
 The search knows what a user can measure before the iteration: costs, and lengths of the scenario's law, drawn with
 seeds of its own. A trace counts by its moments, as for a policy. Faults are left out. The time of the search is in no
@@ -16,13 +17,14 @@ Invariants:
 - The same scenario and seed give the same split. [test_best_split: the_same_scenario_and_seed]
 - The lengths of the reported seed are not among those of the search. [test_best_split: never_draws_the_reported]
 - A job can start with the split: the scenario that has it is valid. [test_best_split: a_job_can_start_with]
+- No split has a layout without room for the model. [test_best_split: has_room_for_the_model]
 - It is no worse than the configured split on the seeds of the search. [test_best_split: no_worse_than_the_configured]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -35,6 +37,7 @@ from simulator.job_spec import job_of, population_law
 from simulator.lengths import LengthLaw
 from simulator.scenario import Scenario
 from simulator.scenario_checks import scenario_faults
+from simulator.scenario_physics import physics_faults
 from simulator.scenario_sections import PlacementSection
 from simulator.world import Unfinished
 from tidegate.config.gpu_lists import gpu_list
@@ -57,6 +60,18 @@ HOPELESS = 1.01
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """How thorough a search is. `last_step_share`: of all GPUs; 0: the last step is one GPU."""
+
+    num_seeds: int = NUM_TUNING
+    last_step_share: float = 0.0
+
+
+def _any(scenario: Scenario) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """The rollout has the GPUs that the others leave."""
 
@@ -70,10 +85,14 @@ class BestSplit:
     """`seconds`: the mean of the search's seeds. `num_runs`: simulated iterations of the search."""
 
     scenario: Scenario
-    order: PromptOrder
+    split: Split
     seconds: float
     num_runs: int
     seeds: tuple[int, ...]
+
+    @property
+    def order(self) -> PromptOrder:
+        return self.split.order
 
     def __str__(self) -> str:
         placed = self.scenario.placement()
@@ -84,23 +103,33 @@ class BestSplit:
         )
 
 
-def best_split(scenario: Scenario, seed: int | None = None) -> BestSplit:
+def best_split(
+    scenario: Scenario,
+    seed: int | None = None,
+    *,
+    effort: Effort = Effort(),
+    near: Split | None = None,
+    is_legal: Callable[[Scenario], bool] = _any,
+) -> BestSplit:
     """The split for an iteration with the lengths of `seed`, which the search does not draw.
+
+    `near`: the search begins at this split, and not at the family. `is_legal`: what a job allows besides the scenario's
+    own checks.
 
     ScenarioError: a component has no GPUs in the placement.
     """
     told = _told(scenario)
-    seeds = tuning_seeds(scenario.seed if seed is None else seed)
-    search = _Search(told, job_of(told, told.read_lengths(seeds[0])), seeds)
+    seeds = tuning_seeds(scenario.seed if seed is None else seed, effort.num_seeds)
+    search = _Search(told, job_of(told, told.read_lengths(seeds[0])), seeds, effort, near, is_legal)
     found = search.best()
     placed = with_split(scenario, found)
     assert placed is not None, "the search tried it"
-    return BestSplit(placed, found.order, search.value(found), search.num_runs, seeds)
+    return BestSplit(placed, found, search.value(found), search.num_runs, seeds)
 
 
-def tuning_seeds(reported: int) -> tuple[int, ...]:
+def tuning_seeds(reported: int, count: int = NUM_TUNING) -> tuple[int, ...]:
     """The seeds of a search, without the one whose iteration is reported."""
-    return tuple(islice((seed for seed in range(LAST_SEED, 0, -1) if seed != reported), NUM_TUNING))
+    return tuple(islice((seed for seed in range(LAST_SEED, 0, -1) if seed != reported), count))
 
 
 def with_split(scenario: Scenario, split: Split) -> Scenario | None:
@@ -121,7 +150,7 @@ def with_split(scenario: Scenario, split: Split) -> Scenario | None:
             "actor_layout": LayoutSection(tp=axes.tp, pp=axes.pp, dp=axes.dp, cp=axes.cp, ep=axes.ep, vpp=axes.vpp),
         }
     )
-    return None if scenario_faults(changed) else changed
+    return None if scenario_faults(changed) or physics_faults(changed) else changed
 
 
 def split_seconds(scenario: Scenario, order: PromptOrder, seed: int) -> float:
@@ -162,15 +191,18 @@ class _Search:
     scenario: Scenario
     spec: JobSpec
     seeds: tuple[int, ...]
+    effort: Effort
+    near: Split | None
+    is_legal: Callable[[Scenario], bool]
     num_runs: int = 0
     _known: dict[Split, list[float]] = field(default_factory=dict)
 
     def best(self) -> Split:
         num_gpus = len(self.scenario.cluster.gpus())
-        first = self._first()
+        first = [self.near] if self.near else self._first()
         found = min(first, key=lambda split: self._seconds(split, 0))
         step = max(1, round(FIRST_STEP_SHARE * num_gpus))
-        while step:
+        while step >= max(1, round(self.effort.last_step_share * num_gpus)):
             better = self._better(found, step)
             found, step = (better, step) if better else (found, step // 2)
         return found
@@ -239,7 +271,7 @@ class _Search:
 
     def _run(self, split: Split, seed: int) -> float:
         scenario = with_split(self.scenario, split)
-        if scenario is None:
+        if scenario is None or not self.is_legal(scenario):
             return math.inf
         self.num_runs += 1
         return split_seconds(scenario, split.order, seed)

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.policy.static import StaticPolicy
 from simulator import best_split as searched
-from simulator.best_split import BestSplit, Split, best_split, split_seconds, tuning_seeds, with_split
+from simulator.best_split import BestSplit, Effort, Split, best_split, split_seconds, tuning_seeds, with_split
 from simulator.iteration import SimulatedIteration
 from simulator.policies import best_split_contender
 from simulator.run import simulate
@@ -122,3 +122,29 @@ def test_a_component_without_gpus_is_refused_before_the_search() -> None:
     cluster: dict[str, Any] = {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5"}}
     with pytest.raises(ScenarioError, match="inference has no GPUs"):
         best_split(parse_scenario(SMALL | {"cluster": cluster}))
+
+
+def test_a_coarse_search_around_a_split_takes_fewer_runs_and_is_no_worse_than_it(found: BestSplit) -> None:
+    effort = Effort(num_seeds=1, last_step_share=1 / 4)
+    near = best_split(small(), 3, effort=effort, near=found.split)
+    assert near.num_runs < found.num_runs
+    assert near.seconds <= split_seconds(found.scenario, found.order, near.seeds[0])
+
+
+def test_a_split_that_a_job_does_not_allow_is_not_found(found: BestSplit) -> None:
+    def others(scenario: Scenario) -> bool:
+        return scenario.placement() != found.scenario.placement()
+
+    assert best_split(small(), 3, is_legal=others).scenario.placement() != found.scenario.placement()
+
+
+def test_every_split_has_room_for_the_model() -> None:
+    """32 GPUs hold 32B at TP 4, and 8 do not."""
+    raw = {
+        "cluster": {"nodes": {"n0": 64}, "placement": {"actor": "0-31", "rollout": "32-55", "inference": "56-63"}},
+        "actor_layout": {"tp": 4, "dp": 8},
+        "physics": {"law": "roofline", "model": "Qwen2.5-32B"},
+    }
+    scenario = parse_scenario(raw)
+    assert with_split(scenario, Split(Layout(tp=4, dp=8), 8, PromptOrder.AS_GIVEN)) is not None
+    assert with_split(scenario, Split(Layout(tp=4, dp=2), 8, PromptOrder.AS_GIVEN)) is None
