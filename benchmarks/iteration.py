@@ -29,7 +29,8 @@ from typing import Any
 from benchmarks.clairvoyant.search import clairvoyant_schedule
 from benchmarks.report import Report, arguments, publish
 from services.scheduler.policy.registry import policy_of
-from simulator.predictions import PredictionBasis, basis_of_config, predictions, scenario_of
+from simulator.job_scenario import PredictionBasis, basis_of_config, scenario_of
+from simulator.planning.starts import best_start, placed_only
 from simulator.run import simulate
 from simulator.scenario import Scenario, parse_scenario
 from tidegate.config.files import Sources, load_sources
@@ -92,14 +93,15 @@ def config_of(words: Sequence[str]) -> JobConfig:
 
 def cases_of(config: JobConfig) -> tuple[Case, ...]:
     """The untuned split, the best fixed one as `tidegate plan` finds it, and the policies that move slots."""
-    found = [each for each in predictions(config, basis_of(config)) if each.policy == "static"]
-    best = min(found, key=lambda each: each.iteration_s).start.config
+    _, start = best_start(config, placed_only(scenario_of(config, basis_of(config))))
+    best = start.config
     place, layout = best.cluster.component_placement, best.actor.layout
     split = (
         f"cluster.component_placement={{actor: '{place.actor}', rollout: '{place.rollout}', "
         f"inference: '{place.inference}'}}",
         f"actor.layout.dp={layout.dp}",
         f"inference.layout.dp={best.inference.layout.dp}",
+        f"scheduler.static.order={best.scheduler.static.order}",
     )
     moving = [Case(name, name) for name in ("rlinf", "dynarl", "tide")]
     return (Case("static", "static"), Case("best_static", "static", split), *moving)

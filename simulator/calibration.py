@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 
 from simulator.happenings import What
+from simulator.job_scenario import COST_KEYS, micro_batches_of
 from simulator.lengths import Lengths
 from simulator.model import ModelSection
 from simulator.paced import paced_costs
-from simulator.predictions import COST_KEYS, micro_batches_of
 from simulator.scenario import Scenario
 from simulator.world import World
 from tidegate.config.job_config import JobConfig
@@ -70,7 +70,7 @@ def fitted_values(
     run: RecordedRun, model: ModelSection | None = None, *, token_cost: int = 0
 ) -> tuple[FittedValue, ...]:
     """The values in the order of a scenario's fields. `model`: the job's model; None: it is unknown. `token_cost`: as
-    in `predictions.PredictionBasis`."""
+    in `job_scenario.PredictionBasis`."""
     settled = [*_of_job(run, token_cost), *_of_model(model), *_law(run), *_room(run)]
     if run.config.cluster.pace is not None:
         fitted = [*_of_pace(run.config, run.config.cluster.pace)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from simulator.predictions import COST_KEYS, PACED_PREFILL_SHARE
+from simulator.job_scenario import COST_KEYS, PACED_PREFILL_SHARE
 from tidegate.config.sections.pace import PaceSection
 from tidegate.pace.costs import step_costs
 

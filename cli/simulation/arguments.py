@@ -18,7 +18,7 @@ COMMANDS = ("simulate", "plan", "calibrate")
 
 _SIMULATE = "Simulate one iteration, or a job of several, under one policy, or compare several policies."
 _CALIBRATE = "Fit the simulator's costs to what a finished job measured, and print them as a scenario of that job."
-_PLAN = "Predict a job's iteration under each policy and from several placements. Start nothing."
+_PLAN = "Find a job's best fixed split, and what moving GPUs gains over it and takes. Start nothing."
 
 
 def answer(args: argparse.Namespace) -> int:
@@ -42,14 +42,14 @@ def answer(args: argparse.Namespace) -> int:
             raise ConfigError(f"{', '.join(twice)} is named twice: name each run once, or it counts for several")
         args.folders = [job_folder(Path(args.output_dir), job).root for job in args.jobs]
     # Import here: the simulator takes most of a second to import, and the other commands do not need it.
-    from cli.simulation import commands
+    from cli.simulation import commands, plan_command
 
     answers = {
         "simulate": commands.simulate,
         "simulate_job": commands.simulate_job,
         "simulate_async": commands.simulate_asynchronously,
         "replay": commands.replay,
-        "plan": commands.plan,
+        "plan": plan_command.plan,
         "calibrate": commands.calibrate,
     }
     return answers[name](args)
@@ -133,6 +133,18 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         "--calibrated",
         metavar="SCENARIO",
         help="a scenario of `calibrate`, whose costs and lengths replace the config's assumptions",
+    )
+    plan.add_argument(
+        "--hardware",
+        metavar="GPU",
+        help="compute the times for the job's model on this GPU, such as H100, in place of the config's assumptions",
+    )
+    plan.add_argument(
+        "--staleness",
+        type=int,
+        default=1,
+        metavar="K",
+        help="iterations by which a compared rollout may run ahead of the trainer (default: 1; 0: none is compared)",
     )
     calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
     calibrate.add_argument(

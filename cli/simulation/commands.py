@@ -1,4 +1,4 @@
-"""`tidegate simulate`, `plan` and `calibrate`. Each checks its input, then runs everything, then prints.
+"""`tidegate simulate` and `calibrate`. Each checks its input, then runs everything, then prints.
 
 Stdout gets the result in the form of `-o`. No command writes anything else.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from cli.rows import Form, Row, table, written
-from cli.simulation import async_report, job_report, plan_report, replay_report
+from cli.simulation import async_report, job_report, replay_report
+from cli.simulation.job_files import read_files
 from cli.simulation.run_report import (
     ASSUMPTION_COLUMNS,
     SOURCES_LEGEND,
@@ -29,25 +30,14 @@ from simulator.happenings import What
 from simulator.job_iterations import SimulatedJob, check_faults
 from simulator.job_run import JobRun
 from simulator.job_run import simulate_job as simulated_job
-from simulator.model import ModelSection
 from simulator.policies import Contender, contenders_of, requested_policies
-from simulator.predictions import (
-    Prediction,
-    PredictionBasis,
-    basis_of_calibration,
-    basis_of_config,
-    predictions,
-    with_config_keys,
-)
 from simulator.run import Run
 from simulator.run import simulate as simulated
-from simulator.scenario import Scenario, ScenarioError, is_scenario, load_scenario
+from simulator.scenario import Scenario, ScenarioError, load_scenario
 from simulator.summary import Summary, summaries
 from simulator.world import Unfinished
-from tidegate.config.files import SourcedConfig, load_sources, sources_of
-from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.layers import is_override
-from tidegate.config.reading.origins import with_origins
 from tidegate.recorded import NotRecorded, joined, recorded
 from tidegate.timeline_page.page import rendered
 
@@ -109,61 +99,13 @@ def replay(args: argparse.Namespace) -> int:
     return 0
 
 
-def plan(args: argparse.Namespace) -> int:
-    """ConfigError for wrong input."""
-    for word in args.config:
-        if not is_override(word) and is_scenario(Path(word)):
-            raise ConfigError(f"{word} is a scenario and not a job's config: run `tidegate simulate {word}`")
-    sourced = load_sources(sources_of(args.config))
-    known, found = _predict(sourced, args)
-    if found[0].run is None:
-        raise ConfigError(f"the iteration cannot be predicted: {found[0].refused}")
-    if args.form != Form.TABLE:
-        print(written(plan_report.as_json(sourced.config, sourced.layer, found, known), Form(args.form)))
-        return 0
-    print(table(plan_report.rows(found), plan_report.ROW_COLUMNS))
-    print("", *plan_report.advice(found), "", sep="\n")
-    if slower := plan_report.slower_rows(found):
-        print("Policies that are slower than static as configured, and why: seconds that a GPU spends on average:")
-        print(table(slower, plan_report.SLOWER_COLUMNS), plan_report.cost_of_moves_note(known), "", sep="\n")
-    rows = list(plan_report.assumptions(sourced.config, sourced.layer, known))
-    print(_assumptions_table(rows))
-    if any(row["source"] == plan_report.DEFAULT for row in rows):
-        print(plan_report.DEFAULT_NOTE)
-    return 0
-
-
-def _predict(sourced: SourcedConfig, args: argparse.Namespace) -> tuple[PredictionBasis, tuple[Prediction, ...]]:
-    """ConfigError that names the keys of the config, or of the calibrated scenario."""
-    config = sourced.config
-    if args.calibrated is not None:
-        known = basis_of_calibration(load_scenario(Path(args.calibrated)))
-        try:
-            return known, predictions(config, known)
-        except ScenarioError as error:
-            faults = "; ".join(str(error).splitlines())
-            raise ConfigError(f"{args.calibrated} does not fit job {config.job}: {faults}") from error
-    files = _read_files(config)
-    try:
-        known = basis_of_config(
-            config,
-            files.model,
-            unknown=files.unknown,
-            prompt_tokens=files.prompt_tokens,
-            token_cost=files.token_cost,
-        )
-        return known, predictions(config, known)
-    except ScenarioError as error:
-        raise ConfigError(with_origins(with_config_keys(str(error)), sourced.layer)) from error
-
-
 def calibrate(args: argparse.Namespace) -> int:
     """ConfigError where `args.folders` have no runs to fit to."""
     try:
         run = joined([recorded(folder) for folder in args.folders])
     except NotRecorded as error:
         raise ConfigError(str(error)) from error
-    files = _read_files(run.config)
+    files = read_files(run.config)
     fitted = calibration.fitted_values(run, files.model, token_cost=files.token_cost)
     phases, unknown = phase_errors.of_run(run), files.unknown
     rows = [asdict(each) for each in fitted]
@@ -178,32 +120,6 @@ def calibrate(args: argparse.Namespace) -> int:
             notes = [*none, "Simulated so:", *(f"  {phase.summary()}" for phase in phases), phase_errors.EXPLANATION]
             print(calibration.scenario_text(fitted, notes), end="")
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _JobFiles:
-    """What the files that a config names say of the job. `unknown`: why there is no model. The rest: as in
-    PredictionBasis."""
-
-    model: ModelSection | None
-    unknown: str = ""
-    prompt_tokens: int | None = None
-    token_cost: int = 0
-
-
-def _read_files(config: JobConfig) -> _JobFiles:
-    """Without a model where the checkpoint or the tokenizer is not on this machine, or the model has experts."""
-    # Import here: it opens tokenizers, which takes most of a second to import.
-    from tidegate.job import load_job
-
-    known = _JobFiles(None)
-    try:
-        job = load_job(config)
-        known = _JobFiles(None, prompt_tokens=job.prompt_tokens, token_cost=job.token_cost)
-        model = ModelSection.of(job.model, padded_vocab=job.padded_vocab, precision=config.actor.precision)
-        return replace(known, model=model)
-    except ValueError as error:
-        return replace(known, unknown="; ".join(str(error).splitlines()))
 
 
 def _simulate(name: str, contender: Contender, seed: int | None) -> Run:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from simulator.assumptions import Assumption
 from simulator.gpus import Doing
-from simulator.predictions import (
-    AS_CONFIGURED,
+from simulator.job_scenario import (
     COST_KEYS,
     LENGTH_KEYS,
     PACED_KEYS,
     PROMPT_SHARE,
-    Prediction,
     PredictionBasis,
     scenario_of,
 )
+from simulator.planning.predictions import Prediction
+from simulator.planning.starts import AS_CONFIGURED
 from simulator.run import Run
 from simulator.used_assumptions import used_assumptions
 from tidegate.config.job_config import JobConfig
@@ -36,6 +37,13 @@ PACED = "modelled slots"
 _ASSUMED_PROMPTS = f"{PROMPT_SHARE:.2f} of what algorithm.max_new_tokens leaves of model.max_seq_len"
 _PROMPTS_SOURCE = {False: "the task's prompts", True: "the calibrated scenario"}
 """By whether the job was calibrated."""
+_CONFIGS_PHYSICS = {
+    "physics.trainer.recompute": "actor.recompute",
+    "physics.trainer.micro_batch_tokens": "actor.max_tokens_per_microbatch",
+    "physics.memory.weight_bytes": "actor.precision",
+    "physics.memory.optimizer_bytes": "actor.precision",
+}
+"""The key of a config that sets a number of the physics."""
 _MOVES = {True: "reshard_setup_s, communicators_s", False: "reshard_s"}
 """The keys that price a reshard, beside its bytes. True: the reshard has a plan."""
 DEFAULT_NOTE = "default: of a 7B model on 64 GPUs of 80 GB; `tidegate calibrate` fits them to a run of the job"
@@ -117,12 +125,13 @@ def assumptions(config: JobConfig, given: Layer, known: PredictionBasis) -> Iter
     """The assumptions that the predictions use, and no others, each with its value and its source."""
     scenario = scenario_of(config, known)
     for own in used_assumptions(scenario):
-        if own.key.startswith(("costs.", "lengths.")) and own.key not in _said_by_config(known):
-            key, source = _named(own.key, given, known)
+        if own.key.startswith(("costs.", "lengths.", "physics.")) and own.key not in _said_by_config(known):
+            key, source = _named(own, given, known)
             if source == SIMULATORS and own.key in PACED_KEYS and config.cluster.pace is not None:
                 source = PACED
             yield {"key": key, "value": own.value, "source": source}
-    size = known.model.num_parameters if known.model else None
+    model = scenario.reshard_model
+    size = model.num_parameters if model else None
     yield {"key": "model.num_parameters", "value": size, "source": known.model_source}
     source = _PROMPTS_SOURCE[known.is_calibrated] if known.prompt_tokens is not None else _ASSUMED_PROMPTS
     yield {"key": "prompt_tokens", "value": scenario.algorithm.prompt_tokens, "source": source}
@@ -138,15 +147,22 @@ def _said_by_config(known: PredictionBasis) -> frozenset[str]:
     return frozenset({"lengths.max_tokens", *own})
 
 
-def _named(key: str, given: Layer, known: PredictionBasis) -> tuple[str, str]:
+def _named(assumption: Assumption, given: Layer, known: PredictionBasis) -> tuple[str, str]:
     """The key that a person would set for this key of the scenario, and where it was set."""
+    key = assumption.key
     if known.is_calibrated:
         return key, "the calibrated scenario"
+    if key.startswith("physics.shape."):
+        return key, "the job's model"
+    if key in _CONFIGS_PHYSICS and assumption.value != assumption.default:
+        return key, f"{_CONFIGS_PHYSICS[key]} of the config"
     section, *path = key.split(".")
     own = LENGTH_KEYS.get(path[-1]) if section == "lengths" else COST_KEYS.get((path[0], path[-1]))
-    if own is None:
-        return key, SIMULATORS
+    if own is None or section == "physics":
+        return key, assumption.source if known.is_computed else SIMULATORS
     origin = given.origins.get(("assumptions", section, own))
+    if known.is_computed and section == "costs" and origin is None:
+        return key, assumption.source
     return f"assumptions.{section}.{own}", origin.place if origin else DEFAULT
 
 

@@ -12,16 +12,15 @@ from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
 from simulator.cost_model import SyncCosts
 from simulator.iteration import SimulatedIteration
-from simulator.model import ModelSection
-from simulator.predictions import (
-    AS_CONFIGURED,
+from simulator.job_scenario import (
     COST_KEYS,
     LENGTH_KEYS,
     basis_of_calibration,
     basis_of_config,
     scenario_of,
-    starts,
 )
+from simulator.model import ModelSection
+from simulator.planning.starts import AS_CONFIGURED, BEST_SPLIT, best_start, placed_only
 from simulator.run import simulate
 from simulator.scenario import parse_scenario
 from simulator.scenario_sections import MicroBatchSection
@@ -52,23 +51,6 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> s
 def gpus_of(config: JobConfig) -> list[str]:
     placement = config.cluster.component_placement
     return [placement.actor, placement.rollout, placement.inference]
-
-
-def test_placements_deal_out_the_same_gpus_in_whole_copies_none_twice(tmp_path: Path) -> None:
-    config = parse_config(eight(tmp_path))
-    found = {start.name: gpus_of(start.config) for start in starts(config)}
-    assert found == {
-        AS_CONFIGURED: ["0-3", "4-6", "7"],
-        "an eighth trains": ["0-1", "2-6", "7"],
-        "most trains": ["0-5", "6", "7"],
-    }
-
-
-def test_a_placement_with_which_the_job_could_not_start_is_left_out(tmp_path: Path) -> None:
-    """Three copies do not divide the shards of a reproducible job."""
-    raw = eight(tmp_path)
-    raw["actor"]["num_logical_shards"] = 8
-    assert [start.name for start in starts(parse_config(raw))] == [AS_CONFIGURED, "an eighth trains"]
 
 
 def test_the_scenario_has_the_jobs_work_and_what_its_config_assumes(tmp_path: Path) -> None:
@@ -140,14 +122,16 @@ def test_a_job_is_predicted_with_the_layouts_that_its_policies_may_choose(tmp_pa
     config = parse_config(raw)
     scenario = scenario_of(config, basis_of_config(config, ModelSection()))
     assert SimulatedIteration(scenario, scenario.seed).spec.layouts == (Layout(dp=3), Layout(pp=2, dp=2))
-    assert {start.name: start.config.actor.layouts for start in starts(config)}.keys() >= {AS_CONFIGURED, "most trains"}
+    _, best = best_start(config, placed_only(scenario))
+    assert best.config.actor.layouts == config.actor.layouts
 
 
 def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_configured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = json.loads(planned(tmp_path, capsys, "-o", "json"))
-    assert [row["policy"] for row in output["predictions"]] == [*POLICIES] * 3
+    assert [row["policy"] for row in output["predictions"]] == [*POLICIES] * 2
+    assert [row["placement"] for row in output["predictions"][:: len(POLICIES)]] == [AS_CONFIGURED, BEST_SPLIT]
     first = output["predictions"][0]
     assert (first["placement"], first["policy"], first["saved_percent"]) == (AS_CONFIGURED, "static", 0.0)
     assert output["best"]["iteration_s"] <= first["iteration_s"]
@@ -159,9 +143,9 @@ def test_a_policy_that_cannot_run_has_the_reason_in_its_row_and_once_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = planned(tmp_path, capsys)
-    (row,) = [line for line in output.splitlines() if line.startswith("most trains") and "rlinf" in line]
+    (row,) = [line for line in output.splitlines() if line.startswith("the best split") and "rlinf" in line]
     assert row.split()[-2:] == ["-", "-"]
-    assert "not from most trains: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in output
+    assert "not from the best split: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in output
 
 
 def test_each_assumption_has_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,6 +245,42 @@ def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumpti
     }
 
 
+def test_the_same_config_gives_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(tmp_path, capsys, "-o", "json") == planned(tmp_path, capsys, "-o", "json")
+
+
+def test_a_plan_answers_what_split_gains_asynchrony_and_needs_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = json.loads(planned(tmp_path, capsys, "-o", "json"))
+    placed = output["best_split"]["keys"]["cluster"]["component_placement"]
+    row = output["predictions"][len(POLICIES)]
+    assert placed == {name: row[name] for name in ("actor", "rollout", "inference")}
+    assert output["gain"]["low"] <= output["gain"]["median"] <= output["gain"]["high"]
+    assert output["gain"]["cases"][0]["split_s"] == pytest.approx(row["iteration_s"], abs=0.01)
+    assert output["gain"]["cases"][0]["tide_s"] == pytest.approx(output["predictions"][7]["iteration_s"], abs=0.01)
+    assert [way["way"] for way in output["asynchrony"]["ways"]][1:] == ["tide (strict)", "ends_old", "computes_cache"]
+    assert output["needs"][0]["size_bytes"] > 6e9
+    assert output["spare_slots"] == {"needed": 0, "in_no_placement": 0}
+    assert output["physics"]["law"] == "published_fit"
+    assert len(output["searched"]["best_split_seeds"]) == 2
+
+
+def test_times_are_computed_for_the_gpu_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = json.loads(planned(tmp_path, capsys, "-o", "json", "--hardware", "H100", "--staleness", "0"))
+    assert (output["physics"]["law"], output["physics"]["hardware"]) == ("roofline", "H100")
+    rows = {row["key"]: row for row in output["assumptions"]}
+    assert rows["physics.shape.hidden_size"] == {
+        "key": "physics.shape.hidden_size",
+        "value": 16,
+        "source": "the job's model",
+    }
+    assert rows["physics.trainer.recompute"]["source"] == "actor.recompute of the config"
+    assert rows["physics.memory.weight_bytes"]["source"] == "actor.precision of the config"
+    assert rows["costs.engine.step_base_s"]["source"] == "computed by physics.law=roofline"
+    assert output["asynchrony"] == {"staleness": 0, "refused": "--staleness 0 asks for none", "ways": []}
+
+
 def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
     Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
@@ -269,6 +289,13 @@ def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: py
         "name: x\ncluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\nphysics: {law: roofline}\n"
     )
     for words, want in (
+        ([path, "--staleness", "-1"], "--staleness -1 is outside 0 to 8, the iterations by which a rollout may run"),
+        ([path, "--hardware", "H10"], "--hardware 'H10' is no known GPU; the nearest is 'H100' (known: H100, H200, "),
+        ([path, "--hardware", "H100", "--calibrated", path], "--hardware H100 computes the times that --calibrated"),
+        (
+            [path, "--hardware", "H100", f"model={{path: {tmp_path}/nowhere, max_seq_len: 80}}"],
+            "--hardware H100 needs the shape of the job's model, and it is not known: ",
+        ),
         ([path, "--calibrated", str(computed)], "scenario x has physics.law=roofline, and a calibrated scenario has"),
         ([path, "--calibrated", str(fits_not)], f"{fits_not} does not fit job small: cluster.placement.rollout has 1"),
         (

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cli.simulation.plan_report import advice, against, rows, slower_rows
-from simulator.predictions import AS_CONFIGURED, Prediction, Start
+from simulator.planning.predictions import Prediction
+from simulator.planning.starts import AS_CONFIGURED, Start
 from tests.unit.cli.configs import small_config
 from tests.unit.simulator.runs import run
 

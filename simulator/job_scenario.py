@@ -1,44 +1,32 @@
-"""A job's config -> forecasts of its iteration by simulation, for each policy and several placements.
+"""A job's config -> the scenario of one of its iterations.
 
-Times and lengths come from the config's `assumptions.costs` and `assumptions.lengths`, or from a scenario that was
-calibrated on a run. Reshards are planned for the job's model, unless the config sets `reshard_s` and no `weight_bytes`.
-Where the length of prompts is not known, the forecast assumes
+Times and lengths come from the config's `assumptions.costs` and `assumptions.lengths`, from a scenario that was
+calibrated on a run, or from computed physics (`simulator.planning.hardware`). Reshards are planned for the job's model,
+unless the config sets `reshard_s` and no `weight_bytes`. Where the length of prompts is not known, the scenario assumes
 
     prompt_tokens = PROMPT_SHARE * (max_seq_len - max_new_tokens)
 
 A job on modelled slots has the law of its pace, which knows a replica and not its waits for others. So its trainer has
 the micro-batches of the actor. Any other rate of a trainer is measured or assumed with those waits.
-
-The placement of the config comes first, then other splits of the same GPUs. No split occurs twice, and the job could
-start with each. A forecast starts nothing and reads only the named files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from services.scheduler.policy import Policy
-from services.scheduler.policy.registry import policy_of
-from services.scheduler.state.layouts import replica_size
 from simulator.cost_model import Costs
-from simulator.iteration import SimulatedIteration
 from simulator.lengths import LengthSection
 from simulator.model import ModelSection
-from simulator.run import Run, simulate
+from simulator.physics.sections import PhysicsLaw, PhysicsSection
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
-from simulator.world import Unfinished
 from tidegate.config.checks.faults import fault_line
-from tidegate.config.gpu_lists import gpu_list
-from tidegate.config.job_config import ConfigError, JobConfig, parse_config
+from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.costs import MEDIAN_SHARE
-from tidegate.config.sections.scheduler import POLICIES
 from tidegate.pace.costs import SYNC_S
-from tidegate.types import Role
 
 PROMPT_SHARE = 200 / 1024
 """The share in the published job: 200 assumed tokens of 1,024 legal ones."""
@@ -46,7 +34,6 @@ PACED_PREFILL_SHARE = 1.0
 """`costs.engine.fresh_prefill_share` of a job on modelled slots: the embedded engine shares no prompt's prefix."""
 PACED_KEYS = frozenset({"costs.engine.fresh_prefill_share", "costs.sync.fixed_s"})
 """The costs that no key of a config sets, and that modelled slots have otherwise than the simulator's default."""
-AS_CONFIGURED = "as configured"
 COST_KEYS = {
     ("engine", "step_floor_s"): "decode_floor_s",
     ("engine", "step_base_s"): "decode_base_s",
@@ -84,51 +71,21 @@ _CONFIGS_KEY = {
     "actor_layout.tp": "actor.layout.tp",
     "actor_layouts": "actor.layouts",
     "actor_num_logical_shards": "actor.num_logical_shards",
+    "physics.trainer.micro_batch_tokens": "actor.max_tokens_per_microbatch",
 }
 """The config's key for each key of a scenario that is made from it."""
 _SCENARIOS_KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, _CONFIGS_KEY))})(?!\w)")
-_ACTOR_SHARES = {"an eighth trains": 1 / 8, "a quarter trains": 1 / 4, "half trains": 1 / 2, "most trains": 3 / 4}
-"""The actor's share of all GPUs, by the name of the placement. The inference gets `_INFERENCE_SHARE`, the rollout the
-rest."""
-_INFERENCE_SHARE = 1 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A placement to start from, with the config that has it."""
-
-    name: str
-    config: JobConfig
-
-    def gpus(self, role: Role) -> str:
-        """The role's GPUs in the notation of the config."""
-        text: str = getattr(self.config.cluster.component_placement, role.value)
-        return text
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The forecast of one policy. `run` is None if the policy cannot run the job; `refused` then has the reason."""
-
-    start: Start
-    policy: str
-    run: Run | None
-    refused: str = ""
-
-    @property
-    def iteration_s(self) -> float:
-        """The time of the iteration. It is infinite without a run."""
-        return self.run.iteration_s if self.run else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionBasis:
-    """The basis of a forecast: costs, lengths and model.
+    """The basis of a forecast: costs, lengths, model and the law of all times.
 
     `model` is the model that reshards move. None: each reshard takes `costs.switch.reshard_s`.
     `model_source` is the source of the model, or the reason why there is none.
     `prompt_tokens` is the mean of the job's prompts. None: it is not known.
     `token_cost` is that of the model in a micro-batch (`tidegate.megatron.packing`). 0: it is not known.
+    `physics` computes the times that `costs` does not set, if its law is `roofline`.
     """
 
     costs: Costs
@@ -138,6 +95,11 @@ class PredictionBasis:
     is_calibrated: bool
     prompt_tokens: int | None = None
     token_cost: int = 0
+    physics: PhysicsSection = field(default_factory=PhysicsSection)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.physics.law is PhysicsLaw.ROOFLINE
 
 
 def basis_of_config(
@@ -159,7 +121,7 @@ def basis_of_config(
     model_source = f"the config's, in {model.precision}" if model else f"each reshard takes reshard_s: {unknown}"
     return PredictionBasis(
         _costs(config),
-        _lengths(config),
+        assumed_lengths(config),
         model,
         model_source,
         is_calibrated=False,
@@ -193,23 +155,6 @@ def basis_of_calibration(scenario: Scenario) -> PredictionBasis:
     )
 
 
-def predictions(config: JobConfig, known: PredictionBasis) -> tuple[Prediction, ...]:
-    """The forecasts by placement, then by policy. The first one is `static` as configured."""
-    return tuple(
-        _predicted(start, name, scenario_of(start.config, known)) for start in starts(config) for name in POLICIES
-    )
-
-
-def starts(config: JobConfig) -> Iterator[Start]:
-    yield Start(AS_CONFIGURED, config)
-    seen = {_split(config)}
-    for name, share in _ACTOR_SHARES.items():
-        other = _resplit(config, share)
-        if other is not None and _split(other) not in seen:
-            seen.add(_split(other))
-            yield Start(name, other)
-
-
 def with_config_keys(faults: str) -> str:
     """Replace the scenario's keys in its faults by the keys of the config that the scenario is made from."""
     return _SCENARIOS_KEY.sub(lambda found: _CONFIGS_KEY[found[0]], faults)
@@ -233,12 +178,14 @@ def scenario_of(config: JobConfig, known: PredictionBasis) -> Scenario:
                 "n_minibatches": own.n_minibatches,
                 "minibatch_order": own.minibatch_order,
                 "streams": config.actor.streams_minibatches,
-                "prompt_tokens": _assumed_prompt_tokens(config) if known.prompt_tokens is None else known.prompt_tokens,
+                "prompt_tokens": assumed_prompt_tokens(config) if known.prompt_tokens is None else known.prompt_tokens,
                 "micro_batches": micro_batches_of(config, token_cost=known.token_cost),
             },
             "lengths": known.lengths.model_dump() | {"max_tokens": own.max_new_tokens},
             "scheduler": config.scheduler.model_dump(),
-            "costs": known.costs.model_dump(),
+            "physics": known.physics.model_dump(),
+            # Only what is set: a cost beside computed physics replaces the computed one, or is refused.
+            "costs": known.costs.model_dump(exclude_unset=known.is_computed),
         }
     )
 
@@ -252,22 +199,8 @@ def micro_batches_of(config: JobConfig, *, token_cost: int) -> dict[str, int] | 
     return {"max_tokens": config.actor.max_tokens_per_microbatch, "token_cost": token_cost}
 
 
-def _assumed_prompt_tokens(config: JobConfig) -> int:
+def assumed_prompt_tokens(config: JobConfig) -> int:
     return round(PROMPT_SHARE * (config.model.max_seq_len - config.algorithm.max_new_tokens))
-
-
-def _predicted(start: Start, name: str, scenario: Scenario) -> Prediction:
-    policy = _named(name, start.config)
-    try:
-        policy.check(SimulatedIteration(scenario, scenario.seed).spec)
-        return Prediction(start, name, simulate(scenario, policy, name=name))
-    except (ValueError, Unfinished) as error:
-        # Report the reason in the row of this placement and policy, and go on with the others.
-        return Prediction(start, name, None, str(error))
-
-
-def _named(name: str, config: JobConfig) -> Policy:
-    return policy_of(config.scheduler.model_copy(update={"policy": name}))
 
 
 def _costs(config: JobConfig) -> Costs:
@@ -288,44 +221,8 @@ def _costs(config: JobConfig) -> Costs:
         raise ScenarioError("\n".join(lines)) from error
 
 
-def _lengths(config: JobConfig) -> LengthSection:
+def assumed_lengths(config: JobConfig) -> LengthSection:
     section, longest = config.assumptions.lengths, config.algorithm.max_new_tokens
     raw: dict[str, Any] = {name: getattr(section, own) for name, own in LENGTH_KEYS.items()}
     median_tokens = section.median_tokens or MEDIAN_SHARE * longest
     return LengthSection.model_validate(raw | {"median_tokens": median_tokens, "min_tokens": 1, "max_tokens": longest})
-
-
-def _split(config: JobConfig) -> tuple[int, ...]:
-    return tuple(len(config.placement(role)) for role in Role)
-
-
-def _resplit(config: JobConfig, actor_share: float) -> JobConfig | None:
-    """The same GPUs in another split, in whole data-parallel copies. None: the job cannot start with this split."""
-    gpus = sorted(index for role in Role for index in _indices(config, role))
-    actor, inference = config.actor.layout, config.inference.layout
-    num_actor = _whole(len(gpus) * actor_share, replica_size(actor.layout()))
-    num_inference = _whole(len(gpus) * _INFERENCE_SHARE, replica_size(inference.layout()))
-    num_rollout = len(gpus) - num_actor - num_inference
-    if num_rollout < 1:
-        return None
-    parts = gpus[:num_actor], gpus[num_actor : num_actor + num_rollout], gpus[num_actor + num_rollout :]
-    values: dict[str, Any] = config.model_dump(mode="json")
-    values["cluster"]["component_placement"] = dict(
-        zip(("actor", "rollout", "inference"), map(gpu_list, parts), strict=True)
-    )
-    values["actor"]["layout"]["dp"] = num_actor // replica_size(actor.layout())
-    values["inference"]["layout"]["dp"] = num_inference // replica_size(inference.layout())
-    try:
-        return parse_config(values)
-    except ConfigError:
-        # The job cannot have this dp, so this placement is skipped.
-        return None
-
-
-def _indices(config: JobConfig, role: Role) -> list[int]:
-    of = {gpu: index for index, gpu in enumerate(config.cluster.gpus())}
-    return [of[gpu] for gpu in config.placement(role)]
-
-
-def _whole(num_gpus: float, size: int) -> int:
-    return max(1, round(num_gpus / size)) * size
