@@ -288,12 +288,14 @@ def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: py
     (computed := tmp_path / "computed.yaml").write_text(
         "name: x\ncluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\nphysics: {law: roofline}\n"
     )
+    nowhere = {"path": str(tmp_path / "nowhere"), "max_seq_len": 80}
+    (unseen := tmp_path / "unseen.yaml").write_text(json.dumps(small(tmp_path, model=nowhere)))
     for words, want in (
         ([path, "--staleness", "-1"], "--staleness -1 is outside 0 to 8, the iterations by which a rollout may run"),
         ([path, "--hardware", "H10"], "--hardware 'H10' is no known GPU; the nearest is 'H100' (known: H100, H200, "),
         ([path, "--hardware", "H100", "--calibrated", path], "--hardware H100 computes the times that --calibrated"),
         (
-            [path, "--hardware", "H100", f"model={{path: {tmp_path}/nowhere, max_seq_len: 80}}"],
+            [str(unseen), "--hardware", "H100"],
             "--hardware H100 needs the shape of the job's model, and it is not known: ",
         ),
         ([path, "--calibrated", str(computed)], "scenario x has physics.law=roofline, and a calibrated scenario has"),
