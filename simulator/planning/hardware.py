@@ -7,7 +7,7 @@
 - Of `assumptions.costs` only the times of moves count, and only those that the config sets.
 
 Invariants:
-- What has no room is refused with its numbers before anything runs. [test_hardware: without_room_is_refused]
+- What has no room is refused with its numbers before anything runs. [test_hardware: a_layout_without_room]
 - Each key of the config that does not count is named. [test_hardware: keys_that_do_not_count]
 """
 

@@ -1,6 +1,7 @@
 """What a resumed run may not change: everything that decides a job's samples and weights. Pure.
 
-Invariant: a resume may have more iterations and other GPUs, and nothing else. [test_claim: resumed_run_may]
+Invariant: a resume may have more iterations and other GPUs, and nothing else.
+[test_claim: resumed_run_may_have_more_iterations]
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cli.__main__ import main
-from tests.unit.simulator.test_async_training import RAW
+from tests.unit.simulator.async_scenarios import RAW
 
 
 @pytest.fixture

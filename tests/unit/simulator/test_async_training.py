@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,20 +12,7 @@ from simulator.asynchrony.search import neighbours, tuned_split
 from simulator.gpus import Doing
 from simulator.lengths import Lengths, draw_lengths
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
-
-RAW: dict[str, Any] = {
-    "name": "async",
-    "cluster": {"nodes": {"n0": 8, "n1": 8}, "placement": {"actor": "0-7", "inference": "8-9", "rollout": "10-15"}},
-    "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
-    "lengths": {"median_tokens": 400, "max_tokens": 4000},
-    "costs": {
-        "engine": {"gpus_per_engine": 1, "max_running": 8, "step_floor_s": 0.01},
-        "trainer": {"rate_tokens_per_s": 6000, "rate_gpus": 16, "exponent": 0.8, "fixed_s": 0.5},
-        "inference": {"rate_tokens_per_s": 8000},
-        "switch": {"release_s": 0.2, "acquire_s": 0.2, "resubmit_s": 0.1, "reshard_s": 0.1},
-        "sync": {"fixed_s": 0.5},
-    },
-}
+from tests.unit.simulator.async_scenarios import RAW
 
 
 def scenario() -> Scenario:

@@ -14,7 +14,7 @@ from simulator.baselines import MAKERS, NAMES, RULES, section_of
 from simulator.job_spec import job_of
 from simulator.policies import contenders_of, policies_by_name, policies_of
 from simulator.scenario import ScenarioError, load_scenario
-from tests.unit.simulator.test_run import PUBLISHED, small
+from tests.unit.simulator.scenarios import PUBLISHED, small
 from tests.unit.simulator.whole_runs import check_whole
 from tidegate.config.sections.scheduler import POLICIES, SchedulerSection
 from tidegate.types import PromptOrder

@@ -15,7 +15,7 @@ from simulator.iteration import SimulatedIteration
 from simulator.policies import best_split_contender
 from simulator.run import simulate
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
-from tests.unit.simulator.test_run import SMALL, small
+from tests.unit.simulator.scenarios import SMALL, small
 from tidegate.types import Layout, PromptOrder, Role
 
 LAYOUT = Layout(dp=2)

@@ -10,7 +10,7 @@ from services.scheduler.policy.phases import PhasesPolicy
 from simulator.generation import Response, after_rollout_s, generate
 from simulator.run import simulate
 from simulator.scenario import Scenario
-from tests.unit.simulator.test_run import small
+from tests.unit.simulator.scenarios import small
 
 
 def responses(scenario: Scenario, seed: int) -> list[Response]:

@@ -7,8 +7,7 @@ import pytest
 from simulator.generation import Response, generate
 from simulator.lengths import Lengths
 from simulator.probing import WAYS, divided_s, pinned_s, probed_s
-from tests.unit.simulator.test_rounds import published
-from tests.unit.simulator.test_run import small
+from tests.unit.simulator.scenarios import published, small
 
 SMALL = small()
 QUEUED = small(costs={"engine": {"max_running": 2, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}})

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from simulator.rounds import METHODS, PARTIAL, Tally, tally_of
-from simulator.scenario import Scenario, ScenarioError, load_scenario
-from tests.unit.simulator.test_run import PUBLISHED, small
-
-STEP_BY_BATCH = (
-    "costs.engine.step_floor_s=0",
-    "costs.engine.step_base_s=0.006",
-    "costs.engine.step_per_sequence_s=6e-5",
-)
-"""6 to 14 ms. With the fitted step of 14.1 ms at every batch a tail costs most, and its end gains most."""
+from simulator.scenario import Scenario, ScenarioError
+from tests.unit.simulator.scenarios import published, small
 
 
 def tallies(scenario: Scenario, *, num_iterations: int, seed: int) -> dict[str, Tally]:
@@ -80,14 +73,6 @@ def test_lengths_of_one_iteration_are_refused(tmp_path: Path) -> None:
 def test_lengths_of_several_turns_are_refused() -> None:
     with pytest.raises(ScenarioError, match=r"lengths\.mean_turns=3: a rollout that ends early"):
         tally_of("partial", small(lengths={"mean_turns": 3}), num_iterations=1)
-
-
-def published(num_gpus: int, *words: str) -> Scenario:
-    """Engines, trainer and moves of the 7B job, on fewer GPUs."""
-    nodes = ", ".join(f"n{node}: 8" for node in range(num_gpus // 8))
-    placement = f"actor: 0-3, rollout: 4-{num_gpus - 3}, inference: {num_gpus - 2}-{num_gpus - 1}"
-    cluster = (f"cluster.nodes={{{nodes}}}", f"cluster.placement={{{placement}}}", "actor_layout.dp=1")
-    return load_scenario(PUBLISHED, [*cluster, "algorithm.n_minibatches=1", *STEP_BY_BATCH, *words])
 
 
 @pytest.mark.long

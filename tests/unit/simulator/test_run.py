@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,17 +27,11 @@ from simulator.run import Run
 from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_scenario
 from simulator.scheduled import JobFailed
 from tests import effort
+from tests.unit.simulator.scenarios import PUBLISHED, SMALL, small
 from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole, numbers_of
 from tidegate.types import GpuId, Layout, Role
 
-PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
-SMALL: dict[str, Any] = {
-    "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
-    "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
-    "lengths": {"median_tokens": 800, "max_tokens": 4000},
-    "costs": {"engine": {"max_running": 16, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
-}
 POLICIES: dict[str, Policy] = {
     "phases": PhasesPolicy(),
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
@@ -60,10 +53,6 @@ class Asked:
     def choose(self, situation: Situation) -> Choice:
         self.seen.append(situation)
         return Choice(as_configured(situation.spec), True, "as configured")
-
-
-def small(**changes: object) -> Scenario:
-    return parse_scenario({**SMALL, **changes})
 
 
 LONG = small(

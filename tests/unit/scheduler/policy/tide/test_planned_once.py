@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered
-from tests.unit.scheduler.policy.tide.test_tide_policy import RATES, SPEC, memory_of, opening
+from tests.unit.scheduler.policy.tide.openings import RATES, SPEC, memory_of, opening
 from tests.unit.scheduler.situations import after, seen
 
 ONCE = TidePolicy(revises=False)

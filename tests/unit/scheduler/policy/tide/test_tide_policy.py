@@ -6,33 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.foresight import TideRules, stages_text
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.costs import Rates
 from services.scheduler.state.observed import ENDED, TrainerRate, Training
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
-from services.scheduler.state.values import JobSpec
+from tests.unit.scheduler.policy.tide.openings import RATES, SPEC, memory_of, opening
 from tests.unit.scheduler.situations import after, generation, job, seen
 from tidegate.types import Layout, NodeId, Role, gpu_id
 
-SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=32, group_size=4, minibatches=4)
-RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
 POLICY = TidePolicy()
 SPARE = tuple(gpu_id(NodeId("n9"), index) for index in range(4))
 """Placed nowhere."""
-
-
-def opening(
-    spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES, shortest_tokens: float = 4000.0
-) -> Situation:
-    """Nothing is generated yet, and nothing remembered."""
-    home = as_configured(spec)
-    count = spec.num_prompts * spec.group_size
-    picture = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
-    picture = replace(picture, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
-    return seen(spec, home, picture=picture, measured=measured, remembered=Remembered())
 
 
 def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now_ms: int = 50_000) -> Situation:
@@ -51,11 +38,6 @@ def training(done: int, *, closes_at_ms: int | None, remembered: Remembered, now
     )
     closing = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
     return replace(situation, trainer=replace(situation.trainer, training=closing))
-
-
-def memory_of(choice: Choice) -> TideMemory:
-    assert isinstance(choice.memory, TideMemory)
-    return choice.memory
 
 
 def begun() -> tuple[Assignment, Remembered]:
