@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from services.scheduler.policy import Policy
 from services.scheduler.policy.situation import Choice, Situation
 from services.scheduler.state.values import JobSpec
@@ -17,18 +19,23 @@ from services.scheduler.state.values import JobSpec
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """Factors of the true values: the trainer's rates, the rate of decoding, the median length, and both spreads of its
-    logarithm."""
+    logarithm. `are_hints_shuffled`: each prompt has the hint of another, which looks as good and tells nothing."""
 
     trainer: float = 1.0
     decode: float = 1.0
     median: float = 1.0
     sigma: float = 1.0
+    are_hints_shuffled: bool = False
 
     def distorted(self, situation: Situation) -> Situation:
-        spec, law = situation.spec, situation.lengths
+        spec, law, picture = situation.spec, situation.lengths, situation.generation
         trainer = tuple((size, rate * self.trainer) for size, rate in spec.rates.trainer)
+        if self.are_hints_shuffled and picture.hints:
+            others = np.random.default_rng(len(picture.hints)).permutation(len(picture.hints))
+            picture = replace(picture, hints=tuple(picture.hints[other] for other in others))
         return replace(
             situation,
+            generation=picture,
             spec=replace(spec, rates=replace(spec.rates, trainer=trainer)),
             costs=replace(situation.costs, decode=situation.costs.decode.slowed(1 / self.decode)),
             lengths=replace(

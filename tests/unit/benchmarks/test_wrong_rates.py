@@ -113,3 +113,12 @@ def test_a_trainer_measures_its_rate_with_a_group_if_it_streams_and_else_with_a_
             training = simulated.situations.training(world)
             seen += [len(training.measured), int(training.update_s is not None)]
     assert seen == want
+
+
+def test_shuffled_hints_are_the_same_hints_of_other_prompts() -> None:
+    simulated = SimulatedIteration(SMALL, 1)
+    true = simulated.situations.situation(simulated.world(as_configured(simulated.spec)), Remembered())
+    wrong = Wrong(are_hints_shuffled=True).distorted(true)
+    assert sorted(wrong.generation.hints) == sorted(true.generation.hints)
+    assert wrong.generation.hints != true.generation.hints
+    assert wrong == Wrong(are_hints_shuffled=True).distorted(true), "and the same ones each time"
