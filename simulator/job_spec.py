@@ -150,10 +150,10 @@ def mean_tokens(law: LengthLaw) -> float:
 def _trainer_rates(
     scenario: Scenario, trainer: TrainerLaw, home: Layout, gpus: Collection[GpuId], share: float
 ) -> tuple[tuple[int, float], ...]:
-    """(GPUs, response tokens a second) of the trainer in three kinds of layouts, with the configured size of a copy:
+    """(GPUs, response tokens a second) of the trainer in these layouts, with the configured size of a copy:
 
-    - the configured layout;
-    - the largest layout on all of the job's GPUs;
+    - the smallest with room, the configured one, and the largest on all of the job's GPUs. Between them the law of
+      `published_fit` is a power of the GPUs, which a policy's curve is too;
     - each layout with a rate of its own.
 
     Minibatches divide over the copies.
@@ -161,7 +161,7 @@ def _trainer_rates(
     own, fewest = scenario.algorithm, fewest_copies(scenario)
     most = min(len(gpus) // replica_size(home), own.prompts_per_iteration // own.n_minibatches * own.group_size)
     named = [copies for copies in range(fewest, most + 1) if trainer.has_own_rate(replace(home, dp=copies))]
-    layouts = {layout for copies in (home.dp, most, *named) if (layout := with_dp(home, copies))}
+    layouts = {layout for copies in (fewest, home.dp, most, *named) if (layout := with_dp(home, copies))}
     return tuple(
         (layout.num_ranks, share / trainer.tokens_s(1.0, layout))
         for layout in sorted(layouts, key=lambda layout: layout.num_ranks)

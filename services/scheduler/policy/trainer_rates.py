@@ -1,9 +1,8 @@
 """How fast the trainer is on any number of GPUs: the assumed rates, corrected by measured ones. Pure.
 
 The config, or the simulator, gives rates for a few numbers of GPUs. The curve through them is straight on logarithmic
-axes. Beyond them
-
-    rate ~ num_gpus ^ TRAINER_EXPONENT
+axes. Beyond them it goes on as its outermost segment there, with a power of the GPUs from 0 to 1. Where one number of
+GPUs alone has a rate, rates are in proportion to the GPUs.
 
 What was measured, in this iteration or in earlier ones, gives the correction in the layouts that were trained in:
 
@@ -38,10 +37,6 @@ from services.scheduler.policy.situation import Situation, minibatch_sizes
 from services.scheduler.state.costs import Rates
 from services.scheduler.state.observed import Floats, Ints, TrainerRate
 from tidegate.types import Layout, Role
-
-TRAINER_EXPONENT = 0.4
-"""The power of the GPUs in the trainer's rate, from a calibration to RLinf's published timeline of 64 GPUs. With 1 the
-published dynamic timeline is out of reach: growing the trainer would pay much more."""
 
 DIGITS = 6
 """Decimal digits of the logarithm of a correction. Smaller differences are rounding between two ways to write one rate,
@@ -129,6 +124,16 @@ def _line(points: Iterable[tuple[int, float]]) -> Line:
 
 
 def _as_assumed(assumed: Line, size: Floats) -> Floats:
-    beyond = np.minimum(size - assumed.sizes[0], 0.0) + np.maximum(size - assumed.sizes[-1], 0.0)
-    logs: Floats = assumed.at(size) + TRAINER_EXPONENT * beyond
+    below, above = _outer_powers(assumed)
+    before, after = np.minimum(size - assumed.sizes[0], 0.0), np.maximum(size - assumed.sizes[-1], 0.0)
+    logs: Floats = assumed.at(size) + below * before + above * after
     return logs
+
+
+def _outer_powers(assumed: Line) -> tuple[float, float]:
+    """The powers of the GPUs below and above the line. More GPUs are never told to be slower, nor faster than in
+    proportion: two rates that are close to each other may say either by an error of measurement."""
+    if assumed.sizes.size == 1:
+        return 1.0, 1.0
+    powers = np.clip(np.diff(assumed.values) / np.diff(assumed.sizes), 0.0, 1.0)
+    return float(powers[0]), float(powers[-1])

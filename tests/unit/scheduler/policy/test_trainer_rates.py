@@ -38,7 +38,24 @@ def curve(situation: Situation, *sizes: int) -> list[float]:
 
 def test_before_a_minibatch_was_measured_the_curve_is_the_assumed_one() -> None:
     assert curve(measured(), 2, 4, 8) == pytest.approx([100.0, 100 * 2**0.5, 200.0])
-    assert curve(measured(), 1, 16) == pytest.approx([100 * 0.5**0.4, 200 * 2**0.4])
+    assert curve(measured(), 1, 16) == pytest.approx([100 * 0.5**0.5, 200 * 2**0.5])
+
+
+@pytest.mark.parametrize(
+    ("rates", "want"),
+    [
+        pytest.param(((4, 100.0),), {1: 25.0, 4: 100.0, 16: 400.0}, id="one rate: in proportion"),
+        pytest.param(((2, 100.0), (4, 90.0)), {1: 100.0, 8: 90.0}, id="more GPUs are slower: no further"),
+        pytest.param(((2, 100.0), (4, 300.0)), {1: 50.0, 8: 600.0}, id="above proportion: in proportion"),
+        pytest.param(((1, 100.0), (2, 200.0), (8, 400.0)), {16: 400 * 2**0.5}, id="the outermost segment's power"),
+    ],
+)
+def test_beyond_its_rates_the_curve_goes_on_as_its_outermost_segment(
+    rates: tuple[tuple[int, float], ...], want: dict[int, float]
+) -> None:
+    spec = replace(SPEC, rates=replace(ASSUMED, trainer=rates))
+    found = trainer_curve(seen(spec, as_configured(spec))).tokens_per_s(np.array(list(want)), copy_size=1)
+    assert found.tolist() == pytest.approx(list(want.values()))
 
 
 def test_one_measured_layout_corrects_all_by_its_factor() -> None:
