@@ -58,7 +58,6 @@ class TideSection(Section):
     lead_s: NonNegativeFloat = 0.3
     short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     shorts_a_long: Positive = 1
-    max_overfull: Annotated[float, Field(ge=1)] = 1.25
     fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     rounds: Positive = 3
 

@@ -48,7 +48,6 @@ class TideRules:
     least_payback: it also has to gain more than this many times its own duration.
     lead_s: engines are asked to leave this long, and the time of a release, ahead of a minibatch's end.
     short_share, shorts_a_long: the start's order of prompts (`opening_order`).
-    max_overfull: running sequences a slot that a plan may leave once no sequence waits.
     fresh_share: a plan that is older than this share of its forecast remaining time is searched again, in one round.
     rounds: of the search when an iteration opens and when GPUs are about to move.
     """
@@ -58,7 +57,6 @@ class TideRules:
     lead_s: float = 0.3
     short_share: float = 0.25
     shorts_a_long: int = 1
-    max_overfull: float = 1.25
     fresh_share: float = 0.01
     rounds: int = 3
 
@@ -68,7 +66,7 @@ class TideRules:
                 raise ValueError(f"tide: {name}={value} is below 0; set it to 0 to do without")
         if not 0 <= self.short_share <= 1:
             raise ValueError(f"tide: short_share={self.short_share} is a share of the prompts, it is from 0 to 1")
-        for name in ("max_overfull", "shorts_a_long", "rounds"):
+        for name in ("shorts_a_long", "rounds"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"tide: {name}={value} is below 1, with which nothing could be chosen")
 
@@ -141,7 +139,7 @@ class Foresight:
         waiting = queue_in(situation, order) if order else None
         num_slots = max(1, cluster.num_engines) * cluster.max_running
         left = outlook(situation, final, num_slots=num_slots, waiting=waiting)
-        return Forecast(left, cluster, situation.costs, self.rules.max_overfull)
+        return Forecast(left, cluster, situation.costs)
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
         """The plan, or, where moving now does not pay, the same plan with no move before the next minibatch."""

@@ -23,7 +23,6 @@ class At:
     has_started, steps, ended_s: by plan and lot; `steps` from its start, or from now, to its end.
     inferred_s: by plan and place in the order of the ends.
     ahead_tokens: by plan, the tokens that inference has scored of lots that it has not handed on.
-    is_bad: by plan, whether it is doubted.
     is_mid: by plan, whether the segment ended in a minibatch, of which `trained_tokens` are trained.
     """
 
@@ -36,7 +35,6 @@ class At:
     ended_s: Floats
     inferred_s: Floats
     ahead_tokens: Floats
-    is_bad: NDArray[np.bool_]
     trained_tokens: Floats
     is_mid: NDArray[np.bool_]
 
