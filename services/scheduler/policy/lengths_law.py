@@ -32,12 +32,13 @@ Invariants:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.state.costs import LengthLaw
-from services.scheduler.state.observed import CUT, Floats, Generation
+from services.scheduler.state.observed import CUT, ENDED, Floats, Generation, Ints
 
 ROUNDS = 2
 """Rounds of expectation-maximisation. They only place the nodes."""
@@ -89,7 +90,7 @@ def final_lengths(picture: Generation, law: LengthLaw, *, is_spread: bool = True
     group_of = open_at // picture.group_size
     logs = np.log(np.maximum(lengths, 1.0))
     spread = max(law.sigma_group, LEAST_SIGMA)
-    nodes, weights = _posterior(picture, law, logs, open_at, group_of, spread)
+    nodes, weights = _posterior(picture, law, spread)
     level = _points(nodes, weights) if is_spread else (nodes * weights).sum(axis=1)
     level_of = level[group_of]
     below = _cdf((logs[open_at] - level_of) / spread)
@@ -121,52 +122,77 @@ def prior(picture: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
     return mean, np.where(has_hint, weight * of_hints, of_prompts)
 
 
-def _posterior(
-    picture: Generation,
-    law: LengthLaw,
-    logs: Floats,
-    open_at: NDArray[np.int64],
-    group_of: NDArray[np.int64],
-    spread: float,
-) -> tuple[Floats, Floats]:
-    """By prompt and node: a level, and how likely it is.
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What some prompts have shown, in logarithms of tokens.
 
-    A response that was cut at the most tokens is censored there, like an unfinished one at its present length. A
-    response that has not begun adds no information.
+    known, squares, num_known: by prompt, the sum over its finished responses, that of their squares, and their number.
+    censored, group_of: by response of which only a lower bound is known, this bound and the prompt's place.
     """
-    mean, variance = prior(picture, law)
-    is_open = picture.length_of[open_at] > 0
-    cut_at = np.flatnonzero(picture.place_of == CUT)
-    at, groups = (
-        np.concatenate((open_at[is_open], cut_at)),
-        np.concatenate((group_of[is_open], cut_at // picture.group_size)),
-    )
-    is_known = np.ones(logs.size, dtype=np.bool_)
-    is_known[open_at], is_known[cut_at] = False, False
-    known = np.where(is_known, logs, 0.0).reshape(-1, picture.group_size).sum(axis=1)
-    num_known = is_known.reshape(-1, picture.group_size).sum(axis=1)
-    num_censored = np.bincount(groups, minlength=picture.num_groups)
-    precision, of_members = 1.0 / variance, 1.0 / spread**2
-    pull, total = precision * mean, precision + (num_known + num_censored) * of_members
-    level = mean
-    for _ in range(ROUNDS):
-        a = (logs[at] - level[groups]) / spread
-        hazard = _hazard(a)
-        beyond = np.bincount(groups, weights=level[groups] + spread * hazard, minlength=picture.num_groups)
-        level = (pull + (known + beyond) * of_members) / total
-    # Information of a censored response = h (h - a) * that of a known one: h is the hazard at a (Fisher, normal law).
-    open_information = np.bincount(groups, weights=hazard * np.maximum(hazard - a, 0.0), minlength=picture.num_groups)
-    deviation = 1.0 / np.sqrt(precision + (num_known + open_information) * of_members)
-    nodes = level[:, None] + deviation[:, None] * np.linspace(LOWEST, HIGHEST, NODES)
-    likely = pull[:, None] * nodes - 0.5 * precision[:, None] * nodes**2
-    likely += of_members * (known[:, None] * nodes - 0.5 * num_known[:, None] * nodes**2)
-    censored = _log_beyond((logs[at][:, None] - nodes[groups]) / spread)
-    if at.size:
-        order = np.argsort(groups, kind="stable")
-        first = np.flatnonzero(np.diff(groups[order], prepend=-1))
-        likely[groups[order][first]] += np.add.reduceat(censored[order], first, axis=0)
+
+    known: Floats
+    squares: Floats
+    num_known: Ints
+    censored: Floats
+    group_of: Ints
+
+
+def observed(picture: Generation, groups: Ints | None = None) -> Observed:
+    """`groups`: the prompts; None: all. A response that was cut at the most tokens is censored there, like an unfinished
+    one at its present length. A response that has not begun adds no information."""
+    lengths, places = (of.reshape(-1, picture.group_size) for of in (picture.length_of, picture.place_of))
+    if groups is not None:
+        lengths, places = lengths[groups], places[groups]
+    logs = np.log(np.maximum(lengths, 1.0))
+    is_known = (places <= ENDED) & (places != CUT)
+    group_of, member = np.nonzero(~is_known & ((lengths > 0) | (places == CUT)))
+    known = np.where(is_known, logs, 0.0)
+    return Observed(known.sum(axis=1), (known**2).sum(axis=1), is_known.sum(axis=1), logs[group_of, member], group_of)
+
+
+def evidence(seen: Observed, mean: Floats, variance: Floats, spread: float) -> float:
+    """The logarithm of the likelihood of what was observed, under this prior of the levels and spread of responses.
+
+    It is the integral over each prompt's level, by the trapezoid rule at the nodes of its posterior.
+    """
+    nodes, likely = _nodes(seen, mean, variance, spread)
+    highest = likely.max(axis=1)
+    integrals = np.exp(likely - highest[:, None]).sum(axis=1) * (nodes[:, 1] - nodes[:, 0])
+    normal = -0.5 * mean**2 / variance - 0.5 * np.log(2 * math.pi * variance)
+    members = -0.5 * seen.squares / spread**2 - seen.num_known * math.log(spread * math.sqrt(2 * math.pi))
+    return float((highest + np.log(integrals) + normal + members).sum())
+
+
+def _posterior(picture: Generation, law: LengthLaw, spread: float) -> tuple[Floats, Floats]:
+    """By prompt and node: a level, and how likely it is."""
+    nodes, likely = _nodes(observed(picture), *prior(picture, law), spread)
     weights = np.exp(likely - likely.max(axis=1, keepdims=True))
     return nodes, weights / weights.sum(axis=1, keepdims=True)
+
+
+def _nodes(seen: Observed, mean: Floats, variance: Floats, spread: float) -> tuple[Floats, Floats]:
+    """By prompt and node: a level, and the logarithm of its likelihood, but for factors that no level changes."""
+    groups, num_groups = seen.group_of, mean.size
+    num_censored = np.bincount(groups, minlength=num_groups)
+    precision, of_members = 1.0 / variance, 1.0 / spread**2
+    pull, total = precision * mean, precision + (seen.num_known + num_censored) * of_members
+    level = mean
+    for _ in range(ROUNDS):
+        a = (seen.censored - level[groups]) / spread
+        hazard = _hazard(a)
+        beyond = np.bincount(groups, weights=level[groups] + spread * hazard, minlength=num_groups)
+        level = (pull + (seen.known + beyond) * of_members) / total
+    # Information of a censored response = h (h - a) * that of a known one: h is the hazard at a (Fisher, normal law).
+    open_information = np.bincount(groups, weights=hazard * np.maximum(hazard - a, 0.0), minlength=num_groups)
+    deviation = 1.0 / np.sqrt(precision + (seen.num_known + open_information) * of_members)
+    nodes = level[:, None] + deviation[:, None] * np.linspace(LOWEST, HIGHEST, NODES)
+    likely = pull[:, None] * nodes - 0.5 * precision[:, None] * nodes**2
+    likely += of_members * (seen.known[:, None] * nodes - 0.5 * seen.num_known[:, None] * nodes**2)
+    if groups.size:
+        censored = _log_beyond((seen.censored[:, None] - nodes[groups]) / spread)
+        first = np.flatnonzero(np.diff(groups, prepend=-1))
+        likely[groups[first]] += np.add.reduceat(censored, first, axis=0)
+    return nodes, likely
 
 
 def _points(nodes: Floats, weights: Floats) -> Floats:

@@ -23,6 +23,7 @@ import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Alternative, Situation
+from services.scheduler.policy.supported_law import supported_law
 from services.scheduler.policy.tide.cluster import Cluster, Plans, can_move, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
@@ -135,7 +136,7 @@ class Foresight:
         return _of_two(lent, found, "every component at home", is_other=is_kept), is_kept
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
-        final = final_lengths(situation.generation, situation.lengths)
+        final = final_lengths(situation.generation, supported_law(situation.generation, situation.lengths))
         waiting = queue_in(situation, order) if order else None
         num_slots = max(1, cluster.num_engines) * cluster.max_running
         left = outlook(situation, final, num_slots=num_slots, waiting=waiting)

@@ -12,6 +12,7 @@ import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Situation, minibatch_sizes
+from services.scheduler.policy.supported_law import supported_law
 from services.scheduler.policy.tide.cluster import can_move
 from services.scheduler.state.observed import Ints
 
@@ -29,7 +30,7 @@ def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
 def order_back(situation: Situation) -> tuple[int, ...]:
     """The order when engines hand sequences back: groups that an engine works on, then the queue as it is."""
     picture, training = situation.generation, situation.trainer.training
-    final = final_lengths(picture, situation.lengths, is_spread=False)
+    final = final_lengths(picture, supported_law(picture, situation.lengths), is_spread=False)
     left = np.where(picture.is_unfinished, final - picture.length_of, 0.0).reshape(-1, picture.group_size).max(axis=1)
     queued = dict.fromkeys((np.array(picture.queue, dtype=np.int64) // picture.group_size).tolist())
     running = [group for group in np.argsort(left, kind="stable").tolist() if left[group] > 0 and group not in queued]
