@@ -1,7 +1,7 @@
 """What `tide` is worth where it has been weak: `python -m benchmarks.tide_parts [--json] [--quick] [--save]`.
 
-A setting is an iteration, and what the policies are wrongly told of it. On each seed `tide` is compared with what a user
-could do instead, on the same lengths:
+A setting is an iteration, and what the policies are wrongly told of it. On each seed `tide` is compared with what a
+user could do instead, on the same lengths:
 
     tide_vs_X = seconds of X / seconds of tide          above 1: `tide` is faster
 

@@ -22,8 +22,6 @@ from simulator.iteration import SimulatedIteration
 DRAWN = 128
 """Random plans for an order, besides those of the family. They take half of the forecast's time."""
 ROUNDS = 6
-MAX_OVERFULL = 1.0
-"""Running sequences per slot in the tail. With 1.25 as in `tide`, the search finds plans with too early forecasts."""
 LATEST_START = 0.4
 """The latest start of a random plan, as a share of the family's median forecast."""
 
@@ -71,7 +69,7 @@ class Screen:
         num_slots = max(1, self._cluster.num_engines) * self._cluster.max_running
         waiting = np.array(order, dtype=np.int64)
         left = outlook(self._situation, self._lengths, num_slots=num_slots, waiting=waiting)
-        return Forecast(left, self._cluster, self._situation.costs, MAX_OVERFULL)
+        return Forecast(left, self._cluster, self._situation.costs)
 
     def _drawn(self, scale_s: float, rng: np.random.Generator) -> Plans:
         shape = DRAWN, self._num_minibatches

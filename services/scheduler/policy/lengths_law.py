@@ -138,8 +138,11 @@ class Observed:
 
 
 def observed(picture: Generation, groups: Ints | None = None) -> Observed:
-    """`groups`: the prompts; None: all. A response that was cut at the most tokens is censored there, like an unfinished
-    one at its present length. A response that has not begun adds no information."""
+    """`groups`: the prompts; None: all.
+
+    A response that was cut at the most tokens is censored there, like an unfinished one at its present length. A
+    response that has not begun adds no information.
+    """
     lengths, places = (of.reshape(-1, picture.group_size) for of in (picture.length_of, picture.place_of))
     if groups is not None:
         lengths, places = lengths[groups], places[groups]

@@ -5,6 +5,9 @@
   early, and a few GPUs can train on them while most still generate. With a trainer that waits for the whole rollout
   nothing is gained over the longest first.
 
+- `by_minibatch`: for minibatches of fixed groups, those of the first minibatch first, and of each the longest first. A
+  minibatch ends with its last group, so that short ones of other minibatches before it are in its way.
+
 Hints whose error is larger than the spread between prompts give no order: long prompts would look short and come last.
 With a spread of 0.5 and an error of 0.6 such an order ended the published iteration 4 to 12 % later than none.
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.policy.lengths_law import prior
-from services.scheduler.policy.situation import Situation
+from services.scheduler.policy.situation import Situation, minibatch_of
 from services.scheduler.state.observed import Ints
 from tidegate.types import PromptOrder
 
@@ -53,6 +56,13 @@ def short_between_long(situation: Situation, short_share: float, *, shorts_a_lon
     place = np.concatenate((np.arange(num) // shorts_a_long - 0.5, np.arange(rest.size)))
     order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
     return tuple(order.tolist())
+
+
+def by_minibatch(situation: Situation) -> tuple[int, ...]:
+    """Empty where hints do not tell prompts apart: prompts are given in the order of their minibatches."""
+    longest = _by_length(situation)
+    minibatch = minibatch_of(situation.generation.num_groups, situation.spec.num_minibatches)
+    return tuple(longest[np.argsort(minibatch[longest], kind="stable")].tolist())
 
 
 def _by_length(situation: Situation) -> Ints:

@@ -18,9 +18,11 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+import numpy as np
+
 from services.scheduler.state.costs import Costs, LengthLaw
 from services.scheduler.state.layouts import engine_size
-from services.scheduler.state.observed import Engine, Generation, Inferring, Training
+from services.scheduler.state.observed import Engine, Generation, Inferring, Ints, Training
 from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId
@@ -207,3 +209,9 @@ def minibatch_sizes(num_groups: int, num_minibatches: int) -> tuple[int, ...]:
     """In groups. Where they do not divide, the first minibatches have one group more."""
     each, more = divmod(num_groups, num_minibatches)
     return tuple(each + (nth < more) for nth in range(num_minibatches))
+
+
+def minibatch_of(num_groups: int, num_minibatches: int) -> Ints:
+    """By group: the minibatch that takes it in a fixed order."""
+    found: Ints = np.repeat(np.arange(num_minibatches), minibatch_sizes(num_groups, num_minibatches))
+    return found

@@ -1,8 +1,8 @@
 """Which law of lengths the iteration itself supports: hints and spreads as told, or others. Pure.
 
-A job is told how far hints are off and how far lengths are apart: by its config, or by iterations that may have been of
-other prompts. Where that is wrong, orders of prompts mis-rank and tails look too short. A few laws are compared with the
-responses so far, finished and unfinished:
+A job is told how far hints are off and how far lengths are apart: by its config, or by iterations that may have been
+of other prompts. Where that is wrong, orders of prompts mis-rank and tails look too short. A few laws are compared with
+the responses so far, finished and unfinished:
 
     score(law) = log likelihood of the responses under it - CHANGE_COSTS * (values that are not as told)
 

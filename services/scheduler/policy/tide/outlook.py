@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.policy.situation import Situation, minibatch_sizes
+from services.scheduler.policy.situation import Situation, minibatch_of, minibatch_sizes
 from services.scheduler.state.observed import QUEUED, Floats, Generation, Ints
 from tidegate.types import MinibatchOrder
 
@@ -265,8 +265,7 @@ def _minibatch_of(situation: Situation) -> Ints:
     num_groups, spec = situation.generation.num_groups, situation.spec
     if spec.minibatch_order is MinibatchOrder.ARRIVAL:
         return np.zeros(num_groups, dtype=np.int64)
-    sizes = minibatch_sizes(num_groups, spec.num_minibatches)
-    own: Ints = np.repeat(np.arange(len(sizes)), sizes) - situation.trainer.training.num_minibatches_done
+    own = minibatch_of(num_groups, spec.num_minibatches) - situation.trainer.training.num_minibatches_done
     return np.maximum(own, 0)
 
 

@@ -35,7 +35,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.policy.opening_order import short_between_long
 from services.scheduler.policy.situation import Alternative, Choice, Situation, Split
 from services.scheduler.policy.tide.cluster import (
     can_move,
@@ -55,7 +54,7 @@ from services.scheduler.policy.tide.foresight import (
     unrevised,
 )
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.prompt_order import order_back
+from services.scheduler.policy.tide.prompt_order import opening_orders, order_back
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured
@@ -104,9 +103,10 @@ class TidePolicy:
         assigned, memory = seated(situation, lent, at_home, there), TideMemory(trained_on=trained_on)
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, assigned, memory, there, is_as_planned=False)
-        order = short_between_long(situation, self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
-        found = foresight.plan(situation, assigned, memory, there, is_move=False, order=order)
+        orders = opening_orders(situation, short_share=self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
+        lent_to = [foresight.plan(situation, assigned, memory, there, is_move=False, order=order) for order in orders]
+        found, order = min(zip(lent_to, orders, strict=True), key=lambda each: each[0].score_s)
         is_kept = False
         if home is not None:
             found, is_kept = foresight.kept(situation, home, there, found, order=order)

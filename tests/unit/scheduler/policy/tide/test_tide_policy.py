@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from services.scheduler.state.observed import ENDED, TrainerRate, Training
 from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from tests.unit.scheduler.policy.tide.openings import RATES, SPEC, memory_of, opening
 from tests.unit.scheduler.situations import after, generation, job, seen
-from tidegate.types import Layout, NodeId, Role, gpu_id
+from tidegate.types import Layout, MinibatchOrder, NodeId, Role, gpu_id
 
 POLICY = TidePolicy()
 SPARE = tuple(gpu_id(NodeId("n9"), index) for index in range(4))
@@ -51,11 +52,17 @@ def begun() -> tuple[Assignment, Remembered]:
 
 
 def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
-    choice = POLICY.choose(opening())
+    choice = POLICY.choose(opening(replace(SPEC, minibatch_order=MinibatchOrder.ARRIVAL)))
     assert sorted(gpu for engine in choice.assignment.engines for gpu in engine) == sorted(SPEC.gpus)
     assert choice.group_order[:4] == (0, 31, 1, 30)
     assert sorted(choice.group_order) == list(range(32))
     assert choice.ask_at_ms is not None
+
+
+def test_with_fixed_minibatches_an_iteration_opens_with_the_prompts_of_the_first() -> None:
+    order = POLICY.choose(opening(replace(SPEC, minibatch_order=MinibatchOrder.FIXED))).group_order
+    assert order[:8] == tuple(reversed(range(8)))
+    assert sorted(order) == list(range(32))
 
 
 def test_hints_with_a_larger_error_than_the_spread_of_prompts_are_ignored() -> None:
@@ -370,7 +377,8 @@ def in_a_minibatch(*, num_idle: int, carries: bool = True, closes_at_ms: int | N
         remembered=Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=2)),
     )
     open_one = replace(situation.trainer.training, closes_at_ms=closes_at_ms)
-    return replace(situation, trainer=replace(situation.trainer, training=open_one))
+    law = replace(situation.lengths, log_mean=math.log(4000))
+    return replace(situation, trainer=replace(situation.trainer, training=open_one), lengths=law)
 
 
 def test_idle_gpus_come_to_an_open_minibatch_where_gradients_are_carried() -> None:
