@@ -9,8 +9,7 @@ is hardest to foresee, also varies alone. In each case the policy is told its ra
 
 Invariants:
 - Every pair of factors has all four combinations in the corners. [test_cases: each_pair_of_factors]
-- A case changes a decode step and the trainer's rate by its factor, under either law.
-  [test_cases: decode_step_by_its_factor]
+- A case changes a decode step by its factor, under either law. [test_cases: a_decode_step_by_its_factor]
 """
 
 from __future__ import annotations
