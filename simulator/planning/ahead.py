@@ -30,7 +30,7 @@ from simulator.world import Unfinished
 NUM_TIMED = 2
 """The timed iterations. Single ones differ by 5 %."""
 MOST_STALENESS = 8
-"""More steps off gain nothing that a fixed split can show, and each takes two more simulated iterations."""
+"""Our limit of the work: each step takes two more simulated iterations in every run."""
 WAYS = (OnNewWeights.ENDS_OLD, OnNewWeights.COMPUTES_CACHE)
 
 
