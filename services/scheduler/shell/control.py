@@ -29,7 +29,7 @@ from services.scheduler.state.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody
 from tidegate.logs import without_credentials
-from tidegate.ports.bus import DeadLetters, EventLog
+from tidegate.ports.bus import DeadLetters, EventLog, UnknownDeadLetter
 from tidegate.ports.store import OwnershipMap
 from tidegate.runtime.announcer import Announcer
 from tidegate.types import GpuId, JobId, Layout, Role
@@ -227,8 +227,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def DropDeadLetter(
         self, request: control_pb2.DropDeadLetterRequest, context: Context
     ) -> control_pb2.DropDeadLetterResponse:
-        self._own(request.job)
-        await self._dead_letters.drop(self._job, request.id)
+        state = self._own(request.job)
+        try:
+            await self._dead_letters.drop(self._job, request.id)
+        except UnknownDeadLetter:
+            # A message that came again after its letter was dropped pauses the job and makes no letter.
+            if state.phase is not Phase.PAUSED:
+                raise
         await self._resume_without_dead_letters(request.job)
         return control_pb2.DropDeadLetterResponse()
 

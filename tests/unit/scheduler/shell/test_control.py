@@ -229,6 +229,14 @@ async def test_a_dead_letter_that_is_not_there_is_not_found_and_nothing_goes_on(
         assert await of.bodies() == []
 
 
+async def test_a_job_that_is_paused_without_a_dead_letter_goes_on_by_a_drop(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        assert of.state is not None
+        of.state = replace(of.state, phase=Phase.PAUSED)
+        await of.stub.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=JOB, id=7))
+        assert await of.bodies() == ["job_resume_requested"]
+
+
 async def test_gpus_are_listed_with_their_owner_and_token(tmp_path: Path) -> None:
     async with controlled(tmp_path) as of:
         store = await of.cluster.client()
