@@ -17,7 +17,6 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from simulator.asynchrony.course import Asynchrony, Course, LongWorkload
 from simulator.asynchrony.rollout import VersionedRollout
@@ -53,20 +52,11 @@ class AsyncWorld(World):
         self._issue()
 
     @property
-    def is_held_back(self) -> bool:
-        """Whether the rollout has nothing to admit until the trainer ends an iteration."""
-        return not self.rollout.waiting and self.num_issued < self.course.workload.num_iterations
-
-    @property
     def num_unfinished(self) -> int:
         """The issued sequences that have not ended."""
         size = self.course.workload.prompts_per_iteration * self.course.workload.group_size
         later = self.course.workload.num_iterations - self.num_issued
         return self.rollout.num_unfinished - later * size
-
-    def waiting_groups(self) -> Sequence[tuple[int, int]]:
-        """(group, tokens) of all groups that have log-probabilities and that no minibatch has taken."""
-        return [*self.trainer.ready, *(group for waiting in self._early.values() for group in waiting)]
 
     def _new_rollout(self, shared: Shared, noise: Noise) -> Rollout:
         self._versioned = VersionedRollout(self.course, self.costs, shared, self._sequence_ended, noise)
