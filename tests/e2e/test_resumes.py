@@ -94,5 +94,5 @@ async def test_a_finished_job_whose_store_was_pruned_goes_on_from_its_newest_che
         draws = trained_draws(job.folder.journal)
         assert [event.failed.message for event in job.events if event.HasField("failed")] == []
     assert "resumes from checkpoint inc001-it000001" in said
-    assert (summary["iterations"], summary["lost"], summary["duplicates"]) == (1, 0, 0), "only what came since"
+    assert (summary["iterations"], summary["lost"], summary["duplicates"]) == (2, 0, 0), "the store knows only one"
     assert draws == expected_draws(iterations=2, prompts=8, group_size=4)
