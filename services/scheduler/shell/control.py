@@ -232,7 +232,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await self._dead_letters.drop(self._job, request.id)
         except UnknownDeadLetter:
             # A message that came again after its letter was dropped pauses the job and makes no letter.
-            if state.phase is not Phase.PAUSED:
+            if state.phase is not Phase.PAUSED or await self._dead_letters.list(self._job):
                 raise
         await self._resume_without_dead_letters(request.job)
         return control_pb2.DropDeadLetterResponse()

@@ -237,6 +237,17 @@ async def test_a_job_that_is_paused_without_a_dead_letter_goes_on_by_a_drop(tmp_
         assert await of.bodies() == ["job_resume_requested"]
 
 
+async def test_a_wrong_number_is_not_found_while_the_paused_job_has_a_dead_letter(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as of:
+        assert of.state is not None
+        of.state = replace(of.state, phase=Phase.PAUSED)
+        letter = await of.bury(0)
+        with pytest.raises(PeerRefused) as refused:
+            await of.stub.DropDeadLetter(control_pb2.DropDeadLetterRequest(job=JOB, id=letter + 1))
+        assert refused.value.status == "NOT_FOUND"
+        assert await of.bodies() == []
+
+
 async def test_gpus_are_listed_with_their_owner_and_token(tmp_path: Path) -> None:
     async with controlled(tmp_path) as of:
         store = await of.cluster.client()
