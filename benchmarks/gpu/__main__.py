@@ -29,10 +29,11 @@ def main() -> int:
         return 0
     if options.device == "cuda" and not _driver_has_device():
         return _refuse(f"NVIDIA's driver shows no device here; {_TRY_ON_CPU}")
-    return 0 if options.check else _run(to_run, options.device, options.results)
+    return 0 if options.check else _run(to_run, options)
 
 
-def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
+def _run(to_run: Sequence[Part], options: argparse.Namespace) -> int:
+    device = options.device
     # Import only now: a dry run and a check need no installed package.
     from benchmarks.gpu.machine import facts
     from benchmarks.gpu.runner import run_parts, table
@@ -44,11 +45,15 @@ def _run(to_run: Sequence[Part], device: str, folder: Path | None) -> int:
         return _refuse(str(error))
     if device == "cuda" and machine["device"] is None:
         return _refuse(f"torch {machine['torch']} sees no CUDA device; {_TRY_ON_CPU}")
-    folder = folder or (RESULTS / "gpu" if device == "cuda" else _ON_CPU)
+    folder = options.results or (RESULTS / "gpu" if device == "cuda" else _ON_CPU)
     # Forked ranks ask whether there is CUDA: by NVML, for a context cannot be forked.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
     results = run_parts(
-        to_run, folder=folder, facts=machine, commit=commit(), say=lambda line: print(f"gpu: {line}", flush=True)
+        to_run,
+        folder=folder,
+        facts=machine,
+        commit=options.commit or commit(),
+        say=lambda line: print(f"gpu: {line}", flush=True),
     )
     print(table(results))
     print(f"gpu: results are in {folder}")
@@ -74,6 +79,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="refuse what cannot run here, and run nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the parts at a tiny size")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where to write the results")
+    parser.add_argument("--commit", metavar="HASH", help="the commit of a copy that has no repository")
     return parser.parse_args()
 
 
