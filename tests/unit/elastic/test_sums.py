@@ -79,3 +79,31 @@ def test_two_elements_that_changed_places_change_the_sum(sums: WeightedSums, fir
     want = sums.of(tensor, [WHOLE])
     tensor[first], tensor[second] = 3.0, 2.0
     assert sums.of(tensor, [WHOLE]) != want
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    "block",
+    [
+        WHOLE,
+        Block(1, 1, ROWS - 1, COLS - 2, COLS + 1, COLS),
+        Block(0, BLOCK - 3, ROWS, 7, BLOCK - 3, COLS),
+        Block(2, 2 * BLOCK, 1, 17, 2 * COLS + 2 * BLOCK, COLS),
+        Block(5 * BLOCK, 3, ROWS, BLOCK, 3, COLS),
+    ],
+)
+def test_torch_sums_as_numpy_does(sums: WeightedSums, dtype: torch.dtype, block: Block) -> None:
+    num_bytes = ROWS * COLS * dtype.itemsize
+    tensor = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).view(dtype)
+    by_torch = WeightedSums(with_numpy=False)
+    assert by_torch.of(tensor, [block]) == sums.of(tensor, [block])
+    # Elements that do not begin at a word of the memory.
+    behind = torch.cat([tensor[:1], tensor])[1:]
+    assert by_torch.of(behind, [block, block]) == 2 * sums.of(tensor, [block]) % 2**64
+
+
+def test_torch_sums_a_tensor_larger_than_one_chunk_as_numpy_does(sums: WeightedSums) -> None:
+    size = CHUNK + 3 * BLOCK + 5
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    whole = [Block(0, 0, 1, size, 0, size)]
+    assert WeightedSums(with_numpy=False).of(tensor, whole) == sums.of(tensor, whole)
