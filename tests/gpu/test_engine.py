@@ -1,6 +1,6 @@
 """The embedded engine on a CUDA device: its tokens, and its log-probabilities against the trainer's there.
 
-It has not run yet, so the tolerances are guesses.
+The bf16 tolerances are twice what an H200 gave, which is what a CPU gives: 0.116 nats at most and 0.017 on average.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from tests.ranks import RankServer
 
 pytestmark = pytest.mark.gpu
-TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
-"""In nats. The engine computes in fp32 from the trainer's weights, so bf16 has the rounding of the trainer's layers."""
+TOLERANCES = {"fp32": (1e-4, 1e-5), "bf16": (0.25, 0.035)}
+"""In nats: of one token, and on average. The engine computes in fp32 from the trainer's weights, so bf16 has the
+rounding of the trainer's layers."""
 
 
 def test_greedy_tokens_are_those_of_transformers_generate(cuda: str) -> None:
@@ -28,6 +29,8 @@ def test_greedy_tokens_are_those_of_transformers_generate(cuda: str) -> None:
 def test_log_probabilities_of_the_engine_are_those_of_the_trainer(ranks: RankServer, cuda: str, precision: str) -> None:
     arguments = {"tied": False, "temperature": 1.0, "device": cuda, "precision": precision}
     (got,) = ranks.run("tests.integration.rollout.scoring:generate_and_score", 1, arguments)
+    most, mean = TOLERANCES[precision]
     for name in [name for name in got if name.startswith("trainer/")]:
         engine = got[name.replace("trainer", "engine")]
-        np.testing.assert_allclose(engine, got[name], atol=TOLERANCES[precision], rtol=0, err_msg=name)
+        np.testing.assert_allclose(engine, got[name], atol=most, rtol=0, err_msg=name)
+        assert np.abs(engine - got[name]).mean() <= mean, name

@@ -1,7 +1,6 @@
 """One update on a CUDA device against the fp64 reference, on one rank and in layouts whose ranks share the device.
 
-A world of one rank uses NCCL; ranks that share the device use gloo through host memory. It has not run yet, so the
-tolerances are guesses.
+A world of one rank uses NCCL; ranks that share the device use gloo through host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots on CUDA devices: their memory, their traffic and their engine. Needs CUDA; has not run yet."""
+"""Slots on CUDA devices: their memory, their traffic and their engine. Needs CUDA."""
 
 from __future__ import annotations
 

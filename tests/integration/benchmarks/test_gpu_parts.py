@@ -58,7 +58,7 @@ def test_the_demo_runs_to_its_end_and_loses_nothing(report: PartReport) -> None:
 @pytest.mark.long
 def test_a_demo_that_does_not_start_fails_the_part(report: PartReport) -> None:
     with pytest.raises(RuntimeError, match="the demo ended with"):
-        demo.run_demo(["algorithm.iterations=0"], report)
+        demo.run_demo("tide", ["algorithm.iterations=0"], report)
 
 
 def test_a_run_of_tests_counts_them_and_names_those_that_fail(report: PartReport, tmp_path: Path) -> None:
