@@ -34,6 +34,7 @@ from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import ConfigError
 from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.control import NotRunning
+from tidegate.launcher.run import NotRecorded
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 
 _COMPLETION = "Print the shell completion. bash: source <(tidegate completion). zsh: run bashcompinit before."
@@ -54,7 +55,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(error, code=BAD_USAGE)
     except PeerRefused as refused:
         return _say(refused.reason, code=FAILED)
-    except (NotRunning, NotMoved, PeerUnavailable, ValueError) as error:
+    except (NotRunning, NotMoved, NotRecorded, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has left (`| head`): nothing more can be written, at exit neither.

@@ -74,6 +74,10 @@ class RunBroken(RuntimeError):
     """The run cannot go on, but not by the scheduler's decision. The job can be resumed."""
 
 
+class NotRecorded(RuntimeError):
+    """The run has ended, and its result could not be written. A resume writes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     """What to run. A person types `resume_command` to go on with the job, and `fresh_command` to start over."""
@@ -99,7 +103,10 @@ async def check_job(request: RunRequest) -> Job:
 
 
 async def run_job(request: RunRequest, view: View) -> Outcome:
-    """ConfigError when the job cannot start as requested, with nothing changed; else the outcome of the run."""
+    """The outcome of the run.
+
+    Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
+    """
     start_ns = time.monotonic_ns()
     with _cancelled_by_signals() as signals:
         run: _Run | None = None
@@ -217,8 +224,15 @@ class _Run:
             message = self._going_on(f"NATS has lost the job's streams, so everything was stopped ({error})")
         except (RunBroken, ServerFailed, FolderInUse, BusUnavailable, StreamFull) as error:
             message = self._going_on(str(error))
+        except OSError as error:  # such as a full disk
+            self._log.error("interrupted", exc_info=True)
+            message = self._going_on(f"the launcher failed: {error}")
         self._log.info("over", end=end, message=message)
-        return self._record_outcome(end, message, signals)
+        try:
+            return self._record_outcome(end, message, signals)
+        except OSError as error:
+            why = f"it ended {end}, but the result could not be written to {self._folder.root}: {error}"
+            raise NotRecorded(self._going_on(f"job {self._config.job}: {why}; make room there")) from error
 
     def _going_on(self, why: str) -> str:
         mark = "\n" if "\n" in why else "; "  # a traceback has lines of its own
@@ -232,7 +246,10 @@ class _Run:
         window = Window(self._start_ns, end_ns)
         attempt = self._claim.attempt
         gpus, start_unix_ns = self._config.cluster.gpus(), time.time_ns() - window.wall_ns
-        write_trace(attempt.timeline, attempt.trace, gpus=gpus, window=window, start_unix_ns=start_unix_ns)
+        try:
+            write_trace(attempt.timeline, attempt.trace, gpus=gpus, window=window, start_unix_ns=start_unix_ns)
+        except OSError as error:  # the result is worth more
+            self._view.note(f"the timeline could not be written: {error}")
         wall_s = window.wall_ns / 1e9
         history = self._history()
         outcome = Outcome(
