@@ -18,7 +18,7 @@ from tests.contract.bus_bench import (
     publish_groups,
     source,
 )
-from tidegate.ports.bus import Stage, UnknownDeadLetter
+from tidegate.ports.bus import DeadLetter, Stage, UnknownDeadLetter
 from tidegate.v1 import samples_pb2
 
 __all__ = ["bench", "nats_url", "open_bench"]
@@ -112,3 +112,24 @@ async def test_a_dropped_dead_letter_is_gone_and_the_others_stay(bench: Bench) -
     assert await bench.bus.dead_letters.list(bench.job) == [second]
     with pytest.raises(UnknownDeadLetter):
         await bench.bus.dead_letters.drop(bench.job, first.id)
+
+
+async def test_a_message_that_comes_again_after_its_dead_letter_was_dropped_is_settled_unreported(bench: Bench) -> None:
+    async def dies(letter: DeadLetter) -> None:
+        raise RuntimeError(f"the consumer died with {letter.id}")
+
+    await bench.publish_raw(f"tg.samples.{bench.job}.generated.1.0.8", b"\xff\xff")
+    await publish_groups(bench, 2)
+    dying = await bench.bus.samples.consumer(bench.job, Stage.GENERATED, "inference", on_dead_letter=dies)
+    with pytest.raises(RuntimeError, match="the consumer died"):
+        await dying.fetch(10, timeout_s=PATIENT_S)
+    (letter,) = await bench.bus.dead_letters.list(bench.job)
+    await bench.bus.dead_letters.drop(bench.job, letter.id)
+    consumer = await bench.bus.samples.consumer(
+        bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
+    )
+    (delivery,) = await consumer.fetch(10, timeout_s=PATIENT_S)
+    assert delivery.group.prompt == 2
+    await delivery.ack()
+    assert await consumer.num_waiting() == 0
+    assert (bench.dead_letters, await bench.bus.dead_letters.list(bench.job)) == ([], [])

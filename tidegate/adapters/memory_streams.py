@@ -32,11 +32,13 @@ class Stored:
 
 @dataclass(slots=True)
 class Progress:
-    """The place of a durable consumer: for each message its deliveries, its due time, and whether it is settled."""
+    """The place of a durable consumer: for each message its deliveries, its due time, whether it is settled, and the
+    number of its dead letter."""
 
     num_delivered: dict[int, int] = field(default_factory=dict)
     due: dict[int, float] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    buried: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -246,7 +248,12 @@ class DurableConsumer(Generic[M]):
         source = self._source
         if sequence in source.progress.settled or sequence not in source.stream.messages:
             return
-        await source.on_dead_letter(self._server.bury(source.job, source.stream, sequence, reason))
+        buried = source.progress.buried
+        if sequence not in buried:
+            buried[sequence] = self._server.bury(source.job, source.stream, sequence, reason).id
+        # None: a person has replayed or dropped it since the message was here before.
+        if (dead := self._server.dead[source.job].get(buried[sequence])) is not None:
+            await source.on_dead_letter(dead.letter)
         self.settle(sequence)
 
     def _unsettled(self) -> set[int]:

@@ -5,7 +5,8 @@ A message that was delivered too often or cannot be decoded takes these steps:
 2. `on_dead_letter` reports it.
 3. The server gets +TERM.
 
-A crash in between repeats the steps; the dead letter is deduplicated. The server's own delivery limit is off, because a
+A crash in between repeats the steps; the dead letter is deduplicated. If a person has replayed or dropped it meanwhile,
+there is nothing to report. The server's own delivery limit is off, because a
 message past that limit would silently stay behind.
 """
 
@@ -39,8 +40,9 @@ class NatsDeadLetters:
         self._link = link
         self._max_bytes = max_bytes
 
-    async def store(self, job: JobId, message: Msg, *, consumer: str, reason: str) -> DeadLetter:
-        """Sets the message aside. The same delivery again gives the same dead letter. StreamFull."""
+    async def store(self, job: JobId, message: Msg, *, consumer: str, reason: str) -> DeadLetter | None:
+        """Sets the message aside. The same message again gives the same dead letter, or None once that was replayed or
+        dropped. StreamFull."""
         reason = reason[:_MAX_REASON]
         origin = message.metadata
         stream = subjects.dead_stream(job)
@@ -56,6 +58,8 @@ class NatsDeadLetters:
         except NatsRefused as refused:
             size_bytes = len(message.data)
             raise full_or_refused(refused, stream, max_bytes=self._max_bytes, size_bytes=size_bytes) from refused
+        if ack.get("duplicate") and await self._find(job, ack["seq"]) is None:
+            return None
         return DeadLetter(id=ack["seq"], job=job, subject=message.subject, reason=reason, size_bytes=len(message.data))
 
     async def list(self, job: JobId) -> list[DeadLetter]:
@@ -84,15 +88,16 @@ class NatsDeadLetters:
         await self._delete(job, dead_letter)
 
     async def _get(self, job: JobId, dead_letter: int) -> Msg:
-        stream = subjects.dead_stream(job)
-        await self._link.require_stream(stream)
-        for message in await self._link.read(stream, from_sequence=dead_letter):
-            if stored_sequence(message) == dead_letter:
-                return message
-            break
+        await self._link.require_stream(subjects.dead_stream(job))
+        if (found := await self._find(job, dead_letter)) is not None:
+            return found
         raise UnknownDeadLetter(
             f"job {job} has no dead letter {dead_letter}: it was replayed or dropped, or never was; list them to see"
         )
+
+    async def _find(self, job: JobId, dead_letter: int) -> Msg | None:
+        page = await self._link.read(subjects.dead_stream(job), from_sequence=dead_letter)
+        return page[0] if page and stored_sequence(page[0]) == dead_letter else None
 
     async def _delete(self, job: JobId, dead_letter: int) -> None:
         # Another replay or drop may have deleted it first, which has the same effect.
@@ -194,7 +199,8 @@ class DurableConsumer(Generic[M]):
     async def bury(self, raw: Msg, reason: str) -> None:
         source = self._source
         dead_letter = await self._dead_letters.store(source.job, raw, consumer=source.consumer, reason=reason)
-        await source.on_dead_letter(dead_letter)
+        if dead_letter is not None:
+            await source.on_dead_letter(dead_letter)
         await self._link.settle(raw, b"+TERM")
 
     async def _pull(self, num: int, *, timeout_s: float) -> list[Msg]:

@@ -19,6 +19,8 @@ Every implementation keeps these promises (tests/contract/test_bus_*.py check ea
 - A message that cannot be decoded, or was delivered too often, becomes a dead letter with its reason. The consumer's
   `on_dead_letter` gets it. It is delivered again only after a replay.
   [test_bus_dead_letters: undecodable_group_becomes_a_dead]
+- Where it comes again after that, because its consumer died before it had settled it, it is settled without a report.
+  [test_bus_dead_letters: comes_again_after_its_dead_letter]
 - A response that ended is told at most once, to whoever listens then, and stored nowhere. To tell one waits for nobody.
   [test_bus_responses: response_that_is_told_reaches_those_who_listen]
 - The fencing term only grows, by compare-and-set. [test_bus_term: term_grows_by_compare_and_set]
