@@ -95,8 +95,9 @@ class Fleet:
         self._starting |= dict.fromkeys((grant.gpu for grant in grants), None)
         try:
             await self._standbys.until_none_starts(grants)
-            # Nobody knows how far their start came, which an earlier lead began.
-            if begun := [grant for grant in grants if grant in self._crew.members]:
+            # Nobody knows how far a start came that an earlier lead began, or that was given up.
+            members = {member.gpu for member in self._crew.members}
+            if begun := [grant for grant in grants if grant.gpu in members]:
                 await self._crew.stop(begun, transition=transition)
             await self._crew.start(grants, transition=transition)
             build = wire.WorkerCall(start_engine=wire.StartEngine(config_json=request.config_json))

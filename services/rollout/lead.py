@@ -188,6 +188,8 @@ class RolloutLead(Lead):
         """The start itself stops what an earlier lead began, so that no other command waits."""
 
     async def _start(self, request: commands_pb2.ScaleUpRequest) -> None:
+        # The scheduler has given up an earlier start whose GPUs it grants anew.
+        await self._end_starts_of(decode_grants(request.grants))
         await self._fleet.start(request)
         self._note_engines()
         await self.announce_layout(request)
@@ -215,10 +217,17 @@ class RolloutLead(Lead):
             await self._report_failure(command, error)
 
     async def _end_starts_of(self, grants: Sequence[Grant]) -> None:
-        """End the starts of these grants. What else they would have started is reported: only a new start brings it."""
-        for started, task in [each for each in self._starts.items() if set(each[0]) & set(grants)]:
+        """End all other starts of these grants, and of earlier ones of their GPUs.
+
+        What else they would have started is reported: only a new start brings it.
+        """
+        newest = {grant.gpu: grant.token for grant in grants}
+        for started, task in list(self._starts.items()):
+            own = [grant for grant in started if grant.gpu in newest and grant.token <= newest[grant.gpu]]
+            if not own or task is asyncio.current_task():
+                continue
             await end_task(task)
-            if others := [grant for grant in started if grant not in grants]:
+            if others := [grant for grant in started if grant not in own]:
                 error = WorkerGone(f"the start with {', '.join(grant.gpu for grant in grants)} was ended")
                 await self.fail("start", error, grants=encode_grants(others))
 

@@ -98,6 +98,14 @@ async def test_a_repeated_start_and_a_repeated_stop_change_nothing(port: Port, n
     assert await port.workers(JOB) == (grant(counter=2),)
 
 
+async def test_a_stop_ends_a_worker_of_an_earlier_token_of_its_gpu(port: Port, node: Node) -> None:
+    await port.start_workers(JOB, "t1", [grant()])
+    await port.stop_workers(JOB, "t2", [grant(counter=2)])
+    assert await port.workers(JOB) == ()
+    assert [state.held for state in node.gate.report()] == [False]
+    assert node.deaths.empty()
+
+
 STANDING_BY = Grant(grant().gpu, NO_TOKEN)
 
 

@@ -4,8 +4,9 @@ Invariants:
 - A worker has passed the gate with its grant. The GPU is held exactly as long as the worker lives or until it stands
   down. [test_instance_port: workers_start_through_the_gate]
 - A standby, which has no token, holds no GPU. [test_instance_port: takes_a_gpu_and_gives_it_back]
-- A GPU has one worker. A call or a stop reaches the worker of exactly its token, never that of a later owner.
-  [test_instance_port: call_under_another_token]
+- A GPU has one worker. A call reaches the worker of exactly its token. [test_instance_port: call_under_another_token]
+- A stop reaches the worker of its token or of an earlier one, which a start that was given up may have left, and never
+  that of a later owner. [test_instance_port: stop_ends_a_worker_of_an_earlier_token]
 - No standby starts beside a worker that has the GPU. [test_instance_port: no_standby_starts_beside]
 - To start a running worker or to stop an absent one changes nothing.
   [test_instance_port: repeated_start_and_a_repeated_stop]
@@ -125,7 +126,10 @@ class LocalWorkers:
         await asyncio.gather(*(self._stand_down(grant) for grant in grants))
 
     async def stop(self, grants: Sequence[Grant]) -> None:
-        """Returns when none of these grants has a worker and their GPUs are free. GateClosed when one is not."""
+        """Returns when no worker has these grants or earlier ones of their GPUs, and the GPUs are free.
+
+        GateClosed when one is not.
+        """
         await asyncio.gather(*(self._stop(grant) for grant in grants))
 
     async def call(
@@ -226,13 +230,16 @@ class LocalWorkers:
     async def _stop(self, grant: Grant) -> None:
         async with self._locks[grant.gpu]:
             worker = self._workers.get(grant.gpu)
-            if worker is None or worker.grant != grant:
+            is_meant = (
+                worker is not None and worker.grant.stands_by == grant.stands_by and worker.grant.token <= grant.token
+            )
+            if worker is None or not is_meant:
                 return
             has_left = await worker.stop(timeout_s=self._home.stop_timeout_s)
             if not grant.stands_by:
                 await self._until_free(worker, "died")
                 if has_left:
-                    self._write_release(grant)
+                    self._write_release(worker.grant)
 
     async def _stand_down(self, grant: Grant) -> None:
         async with self._locks[grant.gpu]:

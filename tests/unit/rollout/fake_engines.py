@@ -33,6 +33,7 @@ class FakeEngine:
         self.num_aborts = 0
         self.refusal = ""
         self.lies_about_weights = False
+        self.hangs_in_start = False
         self.aborts_first = False
         self._job = job
         self._changes = changes
@@ -41,6 +42,9 @@ class FakeEngine:
     async def handle(self, call: wire.WorkerCall) -> AsyncGenerator[wire.WorkerReply, None]:
         match call.WhichOneof("body"):
             case "start_engine":
+                if self.hangs_in_start:
+                    self._changes.notify()
+                    await asyncio.Event().wait()
                 yield replied(call, wire.Started())
             case "load_shards":
                 self._version = call.load_shards.version
@@ -109,9 +113,12 @@ class Engines:
     def __init__(self) -> None:
         self.num_permits = {FIRST: PLENTY, SECOND: PLENTY}
         self.of: dict[str, FakeEngine] = {}
+        self.hang_in_start: set[str] = set()
+        """The GPUs whose next engines do not get past their start."""
 
     def make(self, job: Job, grant: Grant, changes: Changes) -> FakeEngine:
         self.of[grant.gpu] = FakeEngine(job, grant, changes, num_permits=self.num_permits[grant.gpu])
+        self.of[grant.gpu].hangs_in_start = grant.gpu in self.hang_in_start
         return self.of[grant.gpu]
 
     def open(self, gpu: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.component_bench import NODES, snapshot
 from tests.unit.rollout.fake_engines import FIRST, PLENTY, SECOND, Engines, engine_at_work, give, rollout
 from tests.unit.rollout.outcomes import all_ids, assert_whole_iteration
+from tidegate.codec import decode_grants
 from tidegate.v1 import commands_pb2
 
 
@@ -106,3 +107,18 @@ async def test_the_lead_reports_an_engine_whose_node_gives_no_answer_and_the_oth
         (failed,) = await of.published("failed")
         assert [grant.gpu for grant in failed.failed.grants] == [FIRST]
         assert engines.of[FIRST].asked == []
+
+
+async def test_a_start_ends_an_earlier_one_of_its_gpus_that_was_given_up(tmp_path: Path) -> None:
+    engines = Engines()
+    engines.hang_in_start = {SECOND}
+    async with rollout(tmp_path, engines) as of:
+        give(of, of.scale_up(weights=snapshot(0)))
+        await of.changes.until(lambda: SECOND in engines.of)
+        given_up, anew = of.grants(), of.grants(term=2)
+        engines.hang_in_start = set()
+        give(of, of.scale_up(anew[:1], weights=snapshot(0)))
+        (committed,) = await of.published("layout_committed")
+        assert decode_grants(committed.layout_committed.grants) == anew[:1]
+        (failed,) = await of.published("failed")
+        assert decode_grants(failed.failed.grants) == given_up[1:]
