@@ -67,8 +67,14 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         )
         # Only a resize needs the job's model and tokenizer, so they are read at the first one.
         loaded = functools.cache(functools.partial(load_job, config))
-        decide_every_s = config.scheduler.decide_every_s
-        service = SchedulerService(job, ports, policy, decide_every_s=decide_every_s, launcher_boot=launcher_boot)
+        service = SchedulerService(
+            job,
+            ports,
+            policy,
+            decide_every_s=config.scheduler.decide_every_s,
+            lease_ttl_s=config.runtime.lease_ttl_s,
+            launcher_boot=launcher_boot,
+        )
         control = ControlServicer(
             job,
             state=lambda: service.state,

@@ -52,7 +52,7 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "close": lambda store: store.close(start_of_actor(GPUS[0]), Outcome.ABORTED),
     "renew": lambda store: store.renew(ONE, ttl_ms=LONG_MS),
     "release": lambda store: store.release(ONE),
-    "expired": lambda store: store.expired(),
+    "expired": lambda store: store.expired(longest_ms=LONG_MS),
     "now": lambda store: store.now_unix_ms(),
     "campaign": lambda store: store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS),
     "load": lambda store: store.load(JOB),

@@ -21,16 +21,16 @@ class TestLeases:
         before = await store.now_unix_ms()
         await world.pass_ms(21)
         assert await store.now_unix_ms() >= before + 21
-        assert await store.expired() == (ONE,)
+        assert await store.expired(longest_ms=LONG_MS) == (ONE,)
         await store.renew(ONE, ttl_ms=LONG_MS)
-        assert await store.expired() == ()
+        assert await store.expired(longest_ms=LONG_MS) == ()
 
     async def test_a_released_lease_is_not_among_the_expired(self, world: World, store: CellStore) -> None:
         await store.renew(ONE, ttl_ms=1)
         await world.pass_ms(2)
         await store.release(ONE)
         await store.release(ONE)
-        assert await store.expired() == ()
+        assert await store.expired(longest_ms=LONG_MS) == ()
 
     async def test_a_renewal_says_whether_the_lease_was_in_force(self, world: World, store: CellStore) -> None:
         assert not await store.renew(ONE, ttl_ms=LONG_MS), "the first time"
@@ -40,6 +40,12 @@ class TestLeases:
         await store.release(ONE)
         assert not await store.renew(ONE, ttl_ms=LONG_MS), "its expiry was dealt with"
         assert await store.renew(ONE, ttl_ms=LONG_MS)
+
+    async def test_a_lease_from_before_the_clock_went_back_is_shortened(self, world: World, store: CellStore) -> None:
+        await store.renew(ONE, ttl_ms=LONG_MS)
+        assert await store.expired(longest_ms=20) == ()
+        await world.pass_ms(21)
+        assert await store.expired(longest_ms=20) == (ONE,)
 
 
 class TestLeads:
@@ -66,6 +72,16 @@ class TestLeads:
         assert await store.renew_lead(lead, ttl_ms=LONG_MS) is None
         await store.resign(lead)
         assert await in_force(store) == follower
+
+    async def test_a_lead_from_before_the_clock_went_back_is_followed_within_the_time_of_one(
+        self, world: World, store: CellStore
+    ) -> None:
+        lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
+        refused = await store.campaign(JOB, Role.ACTOR, instance=TWO, endpoint="b:1", ttl_ms=20)
+        assert (refused.instance, refused.epoch) == (ONE, lead.epoch)
+        await world.pass_ms(21)
+        follower = await store.campaign(JOB, Role.ACTOR, instance=TWO, endpoint="b:1", ttl_ms=LONG_MS)
+        assert (follower.instance, follower.epoch) == (TWO, lead.epoch + 1)
 
     async def test_an_expired_lead_that_nobody_followed_may_renew(self, world: World, store: CellStore) -> None:
         lead = await store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=5)

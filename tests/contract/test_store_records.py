@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.contract.store_bench import GPUS, JOB, ONE, TWO, attached, servers, store, world
+from tests.contract.store_bench import GPUS, JOB, LONG_MS, ONE, TWO, attached, servers, store, world
 from tests.contract.store_worlds import World
 from tidegate.adapters import tables
 from tidegate.adapters.cell_store import CellStore
@@ -96,7 +96,7 @@ _READS: dict[Cell, Callable[[CellStore], Awaitable[object]]] = {
     tables.lead_cell(JOB, Role.ACTOR): lambda store: store.campaign(
         JOB, Role.ACTOR, instance=ONE, endpoint="127.0.0.1:1", ttl_ms=1
     ),
-    Cell("leases", ONE): lambda store: store.expired(),
+    Cell("leases", ONE): lambda store: store.expired(longest_ms=LONG_MS),
     Cell("boots", ONE): lambda store: store.next_boot(ONE),
 }
 

@@ -187,10 +187,12 @@ class CellStore:
         cell = Cell("leases", holder)
         await self._write((cell,), lambda reading: ({cell: None} if reading.cells[cell] else {}, None))
 
-    async def expired(self) -> tuple[InstanceId, ...]:
+    async def expired(self, *, longest_ms: int) -> tuple[InstanceId, ...]:
         reading = await self._read(tables=("leases",))
         leases = reading.tables["leases"].items()
         ends = {holder: tables.read_count(until, Cell("leases", holder)) for holder, until in leases}
+        for holder in [each for each, end_ms in ends.items() if end_ms > reading.now_unix_ms + longest_ms]:
+            await self._shorten(Cell("leases", holder), longest_ms=longest_ms)
         return tuple(sorted(InstanceId(holder) for holder, end_ms in ends.items() if end_ms <= reading.now_unix_ms))
 
     async def now_unix_ms(self) -> int:
@@ -202,7 +204,8 @@ class CellStore:
         def decide(reading: Reading) -> tuple[Writes, LeadRecord]:
             stored = tables.read_lead(reading, cell)
             if stored and stored.instance != instance and stored.expires_unix_ms > reading.now_unix_ms:
-                return {}, stored
+                kept = replace(stored, expires_unix_ms=min(stored.expires_unix_ms, reading.now_unix_ms + ttl_ms))
+                return ({} if kept == stored else {cell: tables.encode_lead(kept)}), kept
             epoch = _next_count(stored.epoch if stored else 0, term)
             lead = LeadRecord(job, role, instance, endpoint, epoch, reading.now_unix_ms + ttl_ms)
             return {cell: tables.encode_lead(lead)}, lead
@@ -315,6 +318,16 @@ class CellStore:
     async def _read(self, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()) -> Reading:
         session = self._attached()
         return await self._repeated(lambda: self._cells.read(session, tables=tables, cells=cells))
+
+    async def _shorten(self, lease: Cell, *, longest_ms: int) -> None:
+        """Let a lease end within this time. No clock but one that went back leaves a longer one."""
+
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            until, latest_ms = reading.cells[lease], reading.now_unix_ms + longest_ms
+            is_longer = until is not None and tables.read_count(until, lease) > latest_ms
+            return ({lease: b"%d" % latest_ms} if is_longer else {}), None
+
+        await self._write((lease,), decide)
 
     async def _write(self, cells: tuple[Cell, ...], decide: Callable[[Reading], tuple[Writes, T]]) -> T:
         session = self._attached()

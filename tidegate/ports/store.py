@@ -175,7 +175,12 @@ class Leases(Protocol):
         """Takes the holder off the list of expired leases: it leaves, or its expiry was handled."""
         ...
 
-    async def expired(self) -> tuple[InstanceId, ...]: ...
+    async def expired(self, *, longest_ms: int) -> tuple[InstanceId, ...]:
+        """The holders of expired leases.
+
+        A lease that would last longer than `longest_ms` from now on is shortened to that: the store's clock went back.
+        """
+        ...
 
     async def now_unix_ms(self) -> int: ...
 
@@ -185,7 +190,8 @@ class Leads(Protocol):
         """Returns the record in force afterwards. The caller leads when `instance` is its own.
 
         The store grants a new epoch when nobody leads, the lead expired, or the lead is an earlier start of this
-        instance. A lead goes on with `renew_lead`: another `campaign` of its own ends its epoch.
+        instance. Another's lead that would last longer than `ttl_ms` from now on is shortened to that: the store's
+        clock went back. A lead goes on with `renew_lead`: another `campaign` of its own ends its epoch.
         """
         ...
 

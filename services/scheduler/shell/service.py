@@ -112,6 +112,7 @@ class SchedulerService:
         policy: Policy,
         *,
         decide_every_s: float,
+        lease_ttl_s: float,
         launcher_boot: int = 0,
         copy_every: int = COPY_EVERY,
     ) -> None:
@@ -121,6 +122,7 @@ class SchedulerService:
         self._ports = ports
         self._policy = policy
         self._pace = Pace(round(decide_every_s * 1000))
+        self._lease_ms = round(lease_ttl_s * 1000)
         self._state: ClusterState | None = None
         self._last_known: ClusterState | None = None
         """The last state that was read or written, also where it has to be read again: it names the instances whose
@@ -345,7 +347,7 @@ class SchedulerService:
         if now_s < self._next_beat_s:
             return
         self._next_beat_s = now_s + BEAT_S
-        for holder in await self._ports.store.expired():
+        for holder in await self._ports.store.expired(longest_ms=self._lease_ms):
             known = state.instances.get(holder)
             if known is not None:
                 lost = events_pb2.InstanceLost(instance=holder, boot=known.boot)

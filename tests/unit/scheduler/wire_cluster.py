@@ -113,7 +113,13 @@ class WireCluster:
             record,
         )
         return SchedulerService(
-            JOB, ports, StaticPolicy(), decide_every_s=self.decide_every_s, launcher_boot=self.start, copy_every=1
+            JOB,
+            ports,
+            StaticPolicy(),
+            decide_every_s=self.decide_every_s,
+            lease_ttl_s=60.0,
+            launcher_boot=self.start,
+            copy_every=1,
         )
 
     async def client(self) -> WatchedStore:
