@@ -127,7 +127,11 @@ def test_counts_of_any_bytes_are_read_or_refused_and_stay(found: dict[str, bytes
         name = InstanceId("actor@n0")
         for table, value in found.items():
             server.write({Cell(table, name): value})
-        for calls in (store.expired, lambda: store.next_boot(name), lambda: store.renew(name, ttl_ms=5)):
+        for calls in (
+            lambda: store.expired(longest_ms=5),
+            lambda: store.next_boot(name),
+            lambda: store.renew(name, ttl_ms=5),
+        ):
             before = {table: server.read_cell(Cell(table, name)) for table in found}
             with suppress(StoreDamaged):
                 await calls()

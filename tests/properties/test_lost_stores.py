@@ -1,7 +1,8 @@
 """A job whose store comes back empty, or as it was some events ago, at any time and several times.
 
 What the store has lost is rebuilt as the shell does it: ownership from the gates under a larger term, the state from
-the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone.
+the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone. The store's
+clock may step back or forth meanwhile.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from tests.unit.scheduler.fake_parts import spec
 from tests.unit.scheduler.lost_store import Saved, lose_store
 
 MAX_LOSSES = 3
+MAX_STEP_S = 300
 run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
 loss = st.tuples(st.sampled_from(["lose store", "save store", "older store", "copied state"]), st.just(0))
+
+
+clock_step = st.tuples(st.just("step the clock"), st.integers(-MAX_STEP_S, MAX_STEP_S))
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
     """Events, and up to `MAX_LOSSES` losses of the store among them, each somewhere after some progress. Some have
-    deaths too."""
+    deaths or steps of the clock too."""
     steps = draw(st.lists(ordinary, max_size=30))
-    blows = [blow] if draw(st.booleans()) else []
+    blows = [each for each in (blow, clock_step) if draw(st.booleans())]
     for _ in range(draw(st.integers(1, MAX_LOSSES))):
         where = draw(st.integers(0, len(steps)))
         steps[where:where] = [draw(run_on), *map(draw, blows), draw(loss), ("restart", 0)]
@@ -50,6 +55,8 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
                 lose_store(drive, saved)
             case "copied state":
                 lose_store(drive, saved, is_empty=True)
+            case "step the clock":
+                drive.now_ms += number * 1000
             case _:
                 happen(drive, what, number)
     drive.run()
