@@ -2,23 +2,31 @@
 
 A server can be killed, and come back with its data, with an older copy of it, or with none. A copy is taken while the
 server is stopped for a moment, so that it is what a machine's disk would have had then.
+
+valkey's clock can be set back or forth: it runs under libfaketime, which adds the seconds of a file to the time of day.
+NATS makes its system calls without the C library, so its clock stays.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from redis.asyncio import Redis
+
 from tests.chaos.link import Link
 from tidegate.runtime.embedded import EmbeddedServer, EmbeddedServers
 
 NAMES = ("nats", "valkey")
+_FAKE_TIME = "vendor/libfaketime/src/libfaketime.so.1"
 
 
 @dataclass
@@ -26,6 +34,8 @@ class Stores:
     folder: Path
     servers: EmbeddedServers
     links: dict[str, Link]
+    clock: Path
+    """The file with the seconds that valkey's clock is ahead."""
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while servers are away: they come back together."""
 
@@ -58,6 +68,16 @@ class Stores:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
 
+    async def set_clock(self, ahead_s: int) -> int:
+        """Set valkey's clock. Returns by how many seconds it is ahead now."""
+        set_ahead(self.clock, ahead_s)
+        client = Redis.from_url(self.server("valkey").url)
+        try:
+            seconds, _ = await client.time()
+        finally:
+            await client.aclose()
+        return round(seconds - time.time())
+
     def lose(self, names: Collection[str], *, older: Path | None) -> None:
         """Removes the data of killed servers, or replaces it by a copy."""
         for name in names:
@@ -66,14 +86,37 @@ class Stores:
                 shutil.copytree(older / name, self.folder / name)
 
 
+def set_ahead(clock: Path, seconds: int) -> None:
+    clock.parent.mkdir(parents=True, exist_ok=True)
+    partial = clock.with_suffix(".partial")
+    partial.write_text(f"{seconds:+d}s\n")
+    partial.rename(clock)
+
+
+def _under_fake_time(clock: Path) -> dict[str, str]:
+    found = importlib.util.find_spec("libfaketime")
+    assert found is not None, "libfaketime is not installed: make test installs it"
+    assert found.origin is not None
+    return {
+        "LD_PRELOAD": str(Path(found.origin).parent / _FAKE_TIME),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        # Read the file at each call.
+        "FAKETIME_NO_CACHE": "1",
+        # Clocks that no one can set.
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+
+
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Stores]:
-    async with EmbeddedServers(folder) as servers:
+    clock = folder / "clock"
+    set_ahead(clock, 0)
+    async with EmbeddedServers(folder, store_env=_under_fake_time(clock)) as servers:
         links = {"nats": Link(servers.nats.port), "valkey": Link(servers.store.port)}
         for link in links.values():
             await link.start()
         try:
-            yield Stores(folder, servers, links)
+            yield Stores(folder, servers, links, clock)
         finally:
             for link in links.values():
                 await link.stop()

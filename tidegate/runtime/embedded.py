@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, packaged_binary
@@ -53,10 +54,22 @@ class FolderInUse(RuntimeError):
 
 
 class EmbeddedServer:
-    """One server. Its port is chosen at the first start and stays. pid and pidfd are those of the last start."""
+    """One server. Its port is chosen at the first start and stays. pid and pidfd are those of the last start.
 
-    def __init__(self, kind: ServerKind, folder: Path, *, port: int | None, stop_grace_s: float) -> None:
+    `env` is added to this process's environment.
+    """
+
+    def __init__(
+        self,
+        kind: ServerKind,
+        folder: Path,
+        *,
+        port: int | None,
+        stop_grace_s: float,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._kind = kind
+        self._env = {**os.environ, **(env or {})}
         self._stop_grace_s = stop_grace_s
         self._folder = folder
         self._port = port
@@ -169,6 +182,7 @@ class EmbeddedServer:
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
+                env=self._env,
                 pass_fds=(lock_fd,),
                 start_new_session=True,
             )
@@ -185,11 +199,13 @@ class EmbeddedServers:
         nats_port: int | None = None,
         store_port: int | None = None,
         stop_grace_s: float = STOP_GRACE_S,
+        store_env: Mapping[str, str] | None = None,
     ) -> None:
+        """`store_env` is added to the environment of the store's server."""
         self._folder = folder.absolute()
         self._lock_fd = -1
         self.nats = EmbeddedServer(NATS, self._folder, port=nats_port, stop_grace_s=stop_grace_s)
-        self.store = EmbeddedServer(VALKEY, self._folder, port=store_port, stop_grace_s=stop_grace_s)
+        self.store = EmbeddedServer(VALKEY, self._folder, port=store_port, stop_grace_s=stop_grace_s, env=store_env)
 
     async def __aenter__(self) -> EmbeddedServers:
         await self.start()

@@ -13,8 +13,10 @@ from tests.chaos.faults.fault import Fault
 from tests.chaos.link import Trouble
 from tests.chaos.stores import NAMES, Stores
 from tests.chaos.variants import Variant
-from tests.chaos.world import World
+from tests.chaos.world import NotThere, World
 
+LONGEST_STEP_S = 100_000.0
+"""A time zone that was wrong is 43,200 s at most."""
 WITH_DATA, OLDER, EMPTY = "with its data", "with older data", "empty"
 
 
@@ -100,3 +102,24 @@ class Network(Fault):
             for link in links:
                 link.suffer(None)
         return f"the link to {' and '.join(self.names)} was {self.trouble} for {self.seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStep(Fault):
+    """The clock of Redis is set back or forth, and stays so."""
+
+    needs: ClassVar[str] = "own"
+    weight: ClassVar[int] = 2
+    ahead_s: int
+
+    @classmethod
+    def drawn(cls, rng: random.Random, variant: Variant) -> Self:
+        return cls(rng.choice([-1, 1]) * round(math.exp(rng.uniform(0.0, math.log(LONGEST_STEP_S)))))
+
+    async def inflict(self, world: World) -> str:
+        stores = _stores(world)
+        async with stores.alone:
+            ahead_s = await stores.set_clock(self.ahead_s)
+        if abs(ahead_s - self.ahead_s) > 1:
+            raise NotThere(f"the clock of Redis is {ahead_s} s ahead: libfaketime does not work on this machine")
+        return f"the clock of Redis is {ahead_s:+d} s from the machine's"
