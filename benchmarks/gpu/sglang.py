@@ -1,4 +1,6 @@
-"""SGLang on the device, where SGLANG_PYTHON or this interpreter has it.
+"""SGLang on the device, where SGLANG_PYTHON or this interpreter has it. SGLANG_OPTIONS has further options, in JSON.
+
+Where it fails, the end of the server's log comes before the error.
 
 The seconds of its start, of a weight update, of sleep and wake, the device memory that sleep released, and its tokens a
 second by batch. `assumptions` has the simulator's keys for a decode step (`simulator.cost_model`), fitted to the
@@ -12,6 +14,7 @@ The seconds of the short prompts are in them. All figures are those of one small
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import statistics
 import sys
@@ -26,10 +29,12 @@ import torch
 from benchmarks.engines import requests_of, timed, weights_of
 from benchmarks.gpu.report import PartReport, Skipped
 from services.rollout.sglang.engine import SglangEngine
-from services.rollout.sglang.server import ServerSettings
+from services.rollout.sglang.server import LOG_NAME, ServerSettings
+from tidegate.huggingface.sglang_support import OptionValue, check_options
 from tidegate.model_config import ModelConfig
 
 _START_TIMEOUT_S = 120.0
+_LOG_LINES = 200
 _LEAST_S = 1e-9
 """The simulator refuses a step without a fixed part."""
 
@@ -64,10 +69,37 @@ def measure(device: str, report: PartReport) -> None:
     if not python and importlib.util.find_spec("sglang") is None:
         raise Skipped("SGLang is not installed here: name the interpreter that has it, SGLANG_PYTHON=PATH make gpu")
     with tempfile.TemporaryDirectory(prefix="tidegate-gpu-") as folder:
-        measure_with(Path(python or sys.executable), SIZES[device], device, Path(folder), report)
+        options = further_options(os.environ.get("SGLANG_OPTIONS", ""))
+        try:
+            measure_with(Path(python or sys.executable), SIZES[device], device, Path(folder), report, options=options)
+        except BaseException:
+            _print_log(Path(folder) / LOG_NAME)
+            raise
 
 
-def measure_with(python: Path, size: Size, device: str, folder: Path, report: PartReport) -> None:
+def further_options(text: str) -> Mapping[str, OptionValue]:
+    """The options in this JSON object, none where it is empty. Raises ValueError."""
+    options = json.loads(text or "{}")
+    if not isinstance(options, dict):
+        raise ValueError(f"SGLANG_OPTIONS={text} is not a JSON object of names and values")
+    check_options(options)
+    return options
+
+
+def _print_log(path: Path) -> None:
+    lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:] if path.exists() else []
+    print(f"The last {len(lines)} lines of SGLang's log:", *lines, sep="\n", flush=True)
+
+
+def measure_with(
+    python: Path,
+    size: Size,
+    device: str,
+    folder: Path,
+    report: PartReport,
+    *,
+    options: Mapping[str, OptionValue],
+) -> None:
     settings = ServerSettings(
         python=python,
         folder=folder,
@@ -79,6 +111,7 @@ def measure_with(python: Path, size: Size, device: str, folder: Path, report: Pa
         max_running_requests=max(size.batches),
         start_timeout_s=_START_TIMEOUT_S,
         may_rest=True,
+        options=options,
     )
     began = time.perf_counter()
     engine = SglangEngine(settings)

@@ -4,6 +4,9 @@ refused. Pure.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from packaging.version import InvalidVersion, Version
 
 from tidegate.huggingface.families import config_of
@@ -16,6 +19,40 @@ OLDEST = Version("0.5.23")
 
 It has sessions around weight updates, the versions of each token, and /v1/loads. Some of them are newer than 0.5.20.
 """
+
+OptionValue = bool | int | float | str
+
+OWN_OPTIONS = frozenset(
+    {
+        "api-key",
+        "base-gpu-id",
+        "config",
+        "device",
+        "disable-radix-cache",
+        "dtype",
+        "enable-deterministic-inference",
+        "enable-memory-saver",
+        "host",
+        "load-format",
+        "load-snapshot-publish-interval",
+        "max-running-requests",
+        "model-path",
+        "port",
+        "skip-server-warmup",
+        "skip-tokenizer-init",
+        "sleep-on-idle",
+    }
+)
+"""The options of SGLang's server on which the adapter relies. Nobody else may set them."""
+
+
+def check_options(names: Iterable[str]) -> None:
+    """Raises ValueError for an option that is not written as SGLang's own, or that Tidegate sets."""
+    for name in names:
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+            raise ValueError(f"SGLang has no option {name!r}: write it in lower case with dashes, as attention-backend")
+        if name in OWN_OPTIONS:
+            raise ValueError(f"Tidegate sets SGLang's option {name} itself: leave it out")
 
 
 def check_version(text: str) -> None:

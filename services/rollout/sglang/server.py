@@ -26,9 +26,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -39,6 +39,7 @@ from services.rollout.sglang import keeper
 from services.rollout.sglang.client import CallFailed, SglangClient
 from services.rollout.sglang.features import SglangFeatures, features_of
 from services.rollout.sglang.names import SPARE_POSITIONS, served_config
+from tidegate.huggingface.sglang_support import OptionValue
 from tidegate.model_config import ModelConfig
 from tidegate.runtime import dies_with_parent
 
@@ -50,6 +51,7 @@ TOKENS_A_MESSAGE = 8
 A request that is aborted while retracted ends with the last message: later tokens are lost and must be made again. A
 message takes some 90 us of one process's time, so one message per token would slow large batches. Measured with 64
 requests, 2 layers and 2 cores: 4,603 tokens/s with 50, and 3,285 with 1."""
+LOG_NAME = "sglang.log"
 _LOOK_AGAIN_S = 0.1
 """The pause between health checks of a starting server. Its death ends the wait at once."""
 _ANSWER_TIMEOUT_S = 10.0
@@ -74,6 +76,7 @@ class ServerSettings:
     - gpu_index: the index of its GPU, on CUDA.
     - num_sharing: the slots that share this GPU.
     - may_rest: whether it is to give its memory back while its engine sleeps, where it can.
+    - options: further options of the server, by SGLang's names, none of which Tidegate sets itself.
     """
 
     python: Path
@@ -87,6 +90,7 @@ class ServerSettings:
     start_timeout_s: float
     num_sharing: int = 1
     may_rest: bool = False
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 class SglangServer:
@@ -111,7 +115,7 @@ class SglangServer:
 
     @property
     def log_path(self) -> Path:
-        return self._settings.folder / "sglang.log"
+        return self._settings.folder / LOG_NAME
 
     @property
     def memory_bytes(self) -> int:
@@ -264,7 +268,7 @@ def server_options(settings: ServerSettings, model: Path, client: SglangClient) 
         if settings.num_sharing > 1:
             # Without it, a server takes nearly all memory that is free when it starts.
             options["mem-fraction-static"] = round(_STATIC_SHARE / settings.num_sharing, 3)
-    return options
+    return {**options, **settings.options}
 
 
 def server_environment(settings: ServerSettings, client: SglangClient) -> dict[str, str]:

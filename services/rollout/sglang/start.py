@@ -35,6 +35,7 @@ def start_sglang(job: Job, gpu: GpuId) -> StartedEngine:
         dtype=rollout.sglang.dtype,
         max_running_requests=rollout.max_running_requests,
         start_timeout_s=rollout.sglang.start_timeout_s,
+        options=rollout.sglang.options,
         may_rest=bool(rollout.standby) or job.config.scheduler.moves_gpus,
     )
     engine = SglangEngine(settings, on_death=_end_with_server)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu.part import module_of
 from benchmarks.gpu.parts import MOST_S, Part, chosen, parts
-from benchmarks.gpu.sglang import decode_costs
+from benchmarks.gpu.sglang import decode_costs, further_options
 from simulator.cost_model import EngineCosts
 
 
@@ -48,3 +48,17 @@ def test_the_simulator_takes_the_decode_costs_of_tokens_a_second_by_batch(
     assert costs.step_base_s == pytest.approx(base_s)
     assert costs.step_per_sequence_s == pytest.approx(per_sequence_s)
     assert costs.decode_s(running=8, kv_tokens=10**6, steps=1) == pytest.approx(base_s + 8 * per_sequence_s)
+
+
+def test_further_options_of_sglang_are_a_json_object() -> None:
+    assert further_options("") == {}
+    assert further_options('{"attention-backend": "triton"}') == {"attention-backend": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("[1]", "is not a JSON object"), ("triton", "Expecting value"), ('{"port": 1}', "Tidegate sets")],
+)
+def test_other_options_of_sglang_are_refused(text: str, want: str) -> None:
+    with pytest.raises(ValueError, match=want):
+        further_options(text)

@@ -230,6 +230,14 @@ WRONG = {
         valid_with("rollout", {"engine": "sglang", "sglang": {"python": "bin/python", "start_timeout_s": 120}}),
         r"start_timeout_s=120 is not below runtime.command_deadline_s=120, the deadline .*: lower the first",
     ),
+    "an option of SGLang that Tidegate sets": (
+        valid_with("rollout", {"engine": "sglang", "sglang": {"python": "bin/python", "options": {"port": 1}}}),
+        r"rollout.sglang.options: Tidegate sets SGLang's option port itself: leave it out",
+    ),
+    "an option of SGLang with an underscore": (
+        valid_with("rollout", {"engine": "sglang", "sglang": {"python": "bin/python", "options": {"page_size": 1}}}),
+        r"SGLang has no option 'page_size': write it in lower case with dashes",
+    ),
     "an engine that there is not": (
         valid_with("rollout.engine", "vllm"),
         r"rollout.engine='vllm': .*'embedded' or 'sglang'",

@@ -39,6 +39,7 @@ from services.rollout.sglang.weights import pickled, weight_set
 from tests.unit.rollout.tiny_models import TINY, random_weights, request_of
 from tidegate.elastic.plan.gpt import EMBEDDING
 from tidegate.elastic.plan.parameters import Parameter
+from tidegate.huggingface.sglang_support import OWN_OPTIONS
 from tidegate.megatron.family import model_parameters
 from tidegate.model_config import ModelConfig
 
@@ -313,6 +314,13 @@ def test_on_cuda_a_server_takes_its_own_slots_gpu_and_draws_by_seed() -> None:
     assert {key: options[key] for key in want} == want
     assert "max-total-tokens" not in options
     assert "base-gpu-id" not in server_options(settings_of(), Path("model"), SglangClient(4321, "secret"))
+
+
+def test_further_options_join_those_that_tidegate_sets_and_none_of_these_may_be_given() -> None:
+    settings = replace(settings_of(device="cuda"), options={"attention-backend": "triton"}, may_rest=True)
+    options = server_options(settings, Path("model"), SglangClient(4321, "secret"))
+    assert options["attention-backend"] == "triton"
+    assert options.keys() - {"attention-backend", "log-level"} <= OWN_OPTIONS
 
 
 def test_servers_that_share_a_gpu_share_its_memory() -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from tidegate.config.base import ConfigPath, PositiveFloat, Section
 from tidegate.config.engines.kind import Environment
-from tidegate.huggingface.sglang_support import check_servable, check_version
+from tidegate.huggingface.sglang_support import OptionValue, check_options, check_servable, check_version
 from tidegate.model_config import ModelConfig
 
 
@@ -18,6 +18,8 @@ class SglangSection(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     start_timeout_s: PositiveFloat = 110.0
     """The time limit of a server's start. A command waits for it, so it is below `runtime.command_deadline_s`."""
+    options: dict[str, OptionValue] = {}  # noqa: RUF012 # pydantic copies it for each section
+    """Further options of the server, by SGLang's names, such as `attention-backend: triton`."""
 
     def faults(self, *, max_running_requests: int, command_deadline_s: float) -> list[str]:
         faults = []
@@ -32,6 +34,10 @@ class SglangSection(Section):
                 f"runtime.command_deadline_s={command_deadline_s:g}, the deadline of the command that starts the "
                 "server: lower the first or raise the second"
             )
+        try:
+            check_options(self.options)
+        except ValueError as error:
+            faults.append(f"rollout.sglang.options: {error}")
         return faults
 
     def warnings(self, *, device: str) -> list[str]:
