@@ -1,4 +1,4 @@
-"""One instance of the actor: `python -m services.actor --config PATH --node NODE --forkserver PATH`."""
+"""One instance of the actor: `python -m services.actor --config PATH --node NODE [--forkserver PATH]`."""
 
 from __future__ import annotations
 

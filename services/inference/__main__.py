@@ -1,4 +1,4 @@
-"""One instance of the inference: `python -m services.inference --config PATH --node NODE --forkserver PATH`."""
+"""One instance of the inference: `python -m services.inference --config PATH --node NODE [--forkserver PATH]`."""
 
 from __future__ import annotations
 

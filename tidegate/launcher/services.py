@@ -1,7 +1,7 @@
 """The processes of a job, and the order in which they start and end.
 
 Start:
-1. one fork server for each node, before anything that has threads;
+1. on CPUs, one fork server for each node, before anything that has threads;
 2. the tracker, if there is one;
 3. the scheduler;
 4. each component's instance on each node.
@@ -11,6 +11,10 @@ End:
 2. all instances;
 3. the tracker, which then has all events to report;
 4. the fork servers.
+
+A CUDA context does not survive a fork, and Megatron's imports start threads where there is a device. So a job on CUDA
+has no fork servers, and a job on CPUs sees no device. [test_job_services: job_on_cuda_has_no_fork_server]
+[test_job_services: job_on_cpus_sees_no_device]
 
 Every process finds this installation's modules, wherever the launcher was started.
 
@@ -36,8 +40,12 @@ from tidegate.types import NodeId, Role, instance_id
 
 SCHEDULER = "scheduler"
 TRACKER = "tracking"
-_PRELOAD_FIRST = {"cpu": ("tidegate.megatron.cpu_stand_in:install",), "cuda": ()}
-_PRELOAD = ("services.actor.worker", "services.rollout.worker", "services.inference.worker")
+_PRELOAD = (
+    "tidegate.megatron.cpu_stand_in:install",
+    "services.actor.worker",
+    "services.rollout.worker",
+    "services.inference.worker",
+)
 _MAX_RESTARTS = 5
 """The limit in a minute, and in a row for a process that fails within a minute of its start: it is given up after 8 s
 of pauses. A start waits for NATS for 15 s, so an outage of a minute is survived. A rare kill is survived."""
@@ -59,14 +67,21 @@ class JobServices:
         self._started: list[str] = []
 
     def start(self) -> None:
-        for node in self._nodes():
-            self._start(_forkserver(node), self._forkserver_command(node))
+        for spec in self.specs():
+            self._supervisor.start(spec)
+            self._started.append(spec.name)
+
+    def specs(self) -> Iterator[ServiceSpec]:
+        """In the order of their start."""
+        for node in self._forking_nodes():
+            yield self._spec(_forkserver(node), self._forkserver_command(node))
         if self._config.tracking.is_on:
-            self._start_tracker()
-        self._start(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
+            yield self._tracker_spec()
+        yield self._spec(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
         for role, node in self._instances():
             command = (f"services.{role}", *self._config_arguments(), "--node", node)
-            self._start(instance_id(role, node), (*command, "--forkserver", str(self._socket(node))))
+            forks = ("--forkserver", str(self._socket(node))) if node in self._forking_nodes() else ()
+            yield self._spec(instance_id(role, node), (*command, *forks))
 
     async def next_end(self) -> ServiceEnd:
         return await self._supervisor.next_end()
@@ -81,28 +96,24 @@ class JobServices:
             [SCHEDULER],
             [instance_id(role, node) for role, node in self._instances()],
             [TRACKER],
-            [_forkserver(node) for node in self._nodes()],
+            [_forkserver(node) for node in self._forking_nodes()],
         ):
             ends = await self._supervisor.stop(*(name for name in names if name in self._started))
             for end in ends:
                 if end.name == TRACKER and end.was_asked and end.exit_status:
                     self._log.warning("tracker killed: some metrics may be missing", status=end.exit_status)
 
-    def _start_tracker(self) -> None:
+    def _tracker_spec(self) -> ServiceSpec:
         numbers = ("--attempt", str(self._attempt.number), "--boot", str(self._boot))
         spec = self._spec(TRACKER, ("tidegate.tracking", *self._config_arguments(), *numbers))
         longest_s = self._config.tracking.close_timeout_s + _TRACKER_GRACE_S
-        self._launch(replace(spec, max_restarts=0, stop_timeout_s=longest_s))
-
-    def _start(self, name: str, command: tuple[str, ...]) -> None:
-        self._launch(self._spec(name, command))
-
-    def _launch(self, spec: ServiceSpec) -> None:
-        self._supervisor.start(spec)
-        self._started.append(spec.name)
+        return replace(spec, max_restarts=0, stop_timeout_s=longest_s)
 
     def _nodes(self) -> list[NodeId]:
         return [NodeId(node) for node in self._config.cluster.nodes]
+
+    def _forking_nodes(self) -> list[NodeId]:
+        return self._nodes() if self._config.cluster.device == "cpu" else []
 
     def _instances(self) -> Iterator[tuple[Role, NodeId]]:
         """One for every role on every node. The scheduler decides which GPUs it gets."""
@@ -112,6 +123,7 @@ class JobServices:
 
     def _spec(self, name: str, command: tuple[str, ...]) -> ServiceSpec:
         root = str(Path(tidegate.__file__).parents[1])
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self._config.cluster.device == "cpu" else {}
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         return ServiceSpec(
             name=name,
@@ -119,19 +131,18 @@ class JobServices:
             log_path=self.log_of(name),
             # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
             env={"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+            | hidden
             | with_large_copies(os.environ),
             max_restarts=_MAX_RESTARTS,
         )
 
     def _forkserver_command(self, node: NodeId) -> tuple[str, ...]:
-        preload = ",".join((*_PRELOAD_FIRST[self._config.cluster.device], *_PRELOAD))
-        socket = str(self._socket(node))
         return (
             "tidegate.runtime.forkserver",
             "--socket",
-            socket,
+            str(self._socket(node)),
             "--preload",
-            preload,
+            ",".join(_PRELOAD),
             "--owner-pid",
             str(os.getpid()),
         )

@@ -1,6 +1,6 @@
 """The composition root of a component's instance: builds its adapters, runs its host, leaves in order.
 
-    python -m services.ROLE --config PATH --node NODE --forkserver PATH
+    python -m services.ROLE --config PATH --node NODE [--forkserver PATH]
 
 Order of a start: config, logs, bus and store, gate, workers, gRPC, host.
 Order of a stop (SIGTERM): the host leaves, gRPC ends, workers end, connections close.
@@ -57,11 +57,11 @@ STOP_GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The command line of an instance."""
+    """The command line of an instance. Without a fork server every worker is a process of its own."""
 
     config: JobConfig
     node: NodeId
-    forkserver: Path
+    forkserver: Path | None
 
 
 def parse_arguments(role: Role) -> Arguments:
@@ -69,7 +69,7 @@ def parse_arguments(role: Role) -> Arguments:
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"One instance of the {role}.")
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config.json")
     parser.add_argument("--node", required=True, help="the node's name in the config")
-    parser.add_argument("--forkserver", type=Path, required=True, help="socket of the node's fork server")
+    parser.add_argument("--forkserver", type=Path, help="socket of the node's fork server, where there is one")
     parsed = parser.parse_args()
     return Arguments(JobConfig.read(parsed.config), NodeId(parsed.node), parsed.forkserver)
 
@@ -198,8 +198,7 @@ class _Instance:
         return self._host
 
     def _launcher(self) -> WorkerLauncher:
-        """A CUDA context does not survive a fork, so with CUDA every worker is a separate process."""
-        if self._config.cluster.device == "cuda":
+        if self._arguments.forkserver is None:
             return SubprocessLauncher()
         return ReconnectingLauncher(self._arguments.forkserver, timeout_s=FORKSERVER_TIMEOUT_S)
 

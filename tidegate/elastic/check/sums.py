@@ -56,6 +56,7 @@ class OddNumbers:
     def __init__(self, sequence: int) -> None:
         self._offset = np.uint64(sequence << 56)
         self._kept = self._made(0, 1)
+        self._kept_on: dict[torch.device, torch.Tensor] = {}
 
     def at(self, first: int, count: int) -> Numbers:
         """`count` numbers from index `first` on, read-only."""
@@ -65,6 +66,16 @@ class OddNumbers:
         if end > len(self._kept):
             self._kept = self._made(0, min(2 * end, _MAX_KEPT))
         return self._kept[first:end]
+
+    def on(self, device: torch.device, first: int, count: int) -> torch.Tensor:
+        """The same numbers, as 64-bit integers on the device."""
+        end = first + count
+        if end > _MAX_KEPT:
+            return _on(device, self._made(first, count))
+        kept = self._kept_on.get(device)
+        if kept is None or end > len(kept):
+            kept = self._kept_on[device] = _on(device, self.at(0, min(2 * end, _MAX_KEPT)))
+        return kept[first:end]
 
     def _made(self, first: int, count: int) -> Numbers:
         mixed = np.arange(first + 1, first + count + 1, dtype=np.uint64) + self._offset
@@ -156,8 +167,8 @@ class WeightedSums:
             values = found.to(torch.int64) & (2 ** (8 * piece.size) - 1)
         weights = self._weights_of(bits.device, piece.size)[_columns(piece, bits.itemsize)]
         sums = (values * weights).sum(-1)
-        sums *= _on(bits.device, self._rows.at(piece.row, piece.rows))[:, None]
-        sums *= _on(bits.device, self._blocks.at(piece.block, piece.count))
+        sums *= self._rows.on(bits.device, piece.row, piece.rows)[:, None]
+        sums *= self._blocks.on(bits.device, piece.block, piece.count)
         return sums.sum()
 
     def _weights_of(self, device: torch.device, size: int) -> torch.Tensor:
