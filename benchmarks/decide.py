@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.iteration_models import SCENARIO, cluster_of, policies
+from benchmarks.contenders import SCENARIO, cluster_of, policies
 from benchmarks.report import Report, arguments, publish
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks.contenders import SCENARIO
 from benchmarks.direct import simulate
-from benchmarks.iteration_models import SCENARIO
 from benchmarks.report import Report, arguments, publish
 from simulator.policies import policies_of
 from simulator.probing import WAYS

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 
-from benchmarks.iteration_models import SCENARIO, cluster_of
+from benchmarks.contenders import SCENARIO, cluster_of
 from simulator.policies import policies_of
 from simulator.run import simulate
 from simulator.scenario import load_scenario

@@ -18,8 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
-from benchmarks.iteration_models import COMPARED, SCENARIO, cluster_of, contenders, rivals
-from benchmarks.iteration_sim import STRONG, compared
+from benchmarks.contenders import COMPARED, SCENARIO, STRONG, cluster_of, compared, contenders, rivals
 from benchmarks.report import Report, arguments, publish, spread
 from simulator.scenario import load_scenario
 

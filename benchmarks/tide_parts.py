@@ -1,48 +1,39 @@
 """What `tide` is worth where it has been weak: `python -m benchmarks.tide_parts [--json] [--quick] [--save]`.
 
-A setting is an iteration, and what the policies are wrongly told of it. On each seed `tide` is compared with what a
-user could do instead, on the same lengths:
+A setting is an iteration, of which the policies are told right (`told_wrong` has the others). On each seed `tide` is
+compared with what a user could do instead, on the same lengths:
 
     tide_vs_X = seconds of X / seconds of tide          above 1: `tide` is faster
 
 The seeds of `TUNING` serve to choose rules, those of `REPORTED` to report. `--quick` runs the first of `TUNING` without
-`best_split`, whose search takes longer than everything else. A wrongly told setting also has
-
-    told_wrong = seconds of `tide` as told / seconds of `tide` told right        to be low
-
-In this file `best_split` is searched with the true values: a user tunes a split on iterations.
+`best_split`, whose search takes longer than everything else.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.contenders import ROOFLINE, SCENARIO
 from benchmarks.direct import simulate
-from benchmarks.iteration_models import SCENARIO
 from benchmarks.iteration_settings import short
 from benchmarks.report import Report, arguments, publish, spread
-from benchmarks.wrong_rates import MisinformedPolicy, Wrong
 from simulator.policies import contenders_of
 from simulator.scenario import Scenario, load_scenario
 
 TUNING, REPORTED = range(100, 105), range(200, 205)
 OTHERS = ("phases_ordered", "best_split", "planned_once", "dynarl")
 LONG_SEARCH = "best_split"
-ROOFLINE = SCENARIO.with_name("grpo_7b_64gpu.yaml")
-GOALS = {"worst_told_wrong": "<= 1.06", "worst_vs_dynarl": ">= 1.0", "worst_vs_best_split": ">= 0.99"}
+GOALS = {"worst_vs_dynarl": ">= 1.0", "worst_vs_best_split": ">= 0.99"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`wrong`: what all policies are told; the iteration itself follows the overrides."""
-
     overrides: Sequence[str] = ()
     is_computed: bool = False
-    wrong: Wrong = field(default_factory=Wrong)
 
     def scenario(self) -> Scenario:
         return load_scenario(ROOFLINE if self.is_computed else SCENARIO, self.overrides)
@@ -57,36 +48,28 @@ SETTINGS: Mapping[str, Setting] = {
     "64 GPUs, 64 prompts of 300 tokens": Setting(short(64, 64, 300)),
     "16 GPUs, 64 prompts of 2,000 tokens": Setting(short(16, 64, 2000)),
     "8 GPUs, 32 prompts of 900 tokens": Setting(EIGHT),
-    "hints are noise, told as good": Setting(wrong=Wrong(are_hints_shuffled=True)),
-    "the spreads told half": Setting(wrong=Wrong(sigma=0.5)),
 }
 
 
 def seconds_of(setting: Setting, seeds: Sequence[int], others: Sequence[str] = OTHERS) -> list[dict[str, float]]:
-    """By seed: the seconds of `tide`, of the others, and of `tide` told right (`told_right`)."""
-    scenario = setting.scenario()
-    among = contenders_of(("tide", *others), scenario)
-    rows = []
-    for seed in seeds:
-        row = {}
-        for name, each in among.items():
-            policy = MisinformedPolicy(each.policy, setting.wrong)
-            row[name] = simulate(each.scenario, policy, seed=seed, directly=True).iteration_s
-        row["told_right"] = row["tide"]
-        if setting.wrong != Wrong():
-            tide = among["tide"]
-            row["told_right"] = simulate(tide.scenario, tide.policy, seed=seed, directly=True).iteration_s
-        rows.append(row)
-    return rows
+    """By seed: the seconds of `tide` and of the others."""
+    among = contenders_of(("tide", *others), setting.scenario())
+    return [
+        {
+            name: simulate(each.scenario, each.policy, seed=seed, directly=True).iteration_s
+            for name, each in among.items()
+        }
+        for seed in seeds
+    ]
 
 
 def case_of(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     case: dict[str, Any] = {"case": name, "tide_s": median(row["tide"] for row in rows)}
     for other in rows[0]:
-        if other not in ("tide", "told_right"):
+        if other != "tide":
             ratios = spread([row[other] / row["tide"] for row in rows])
             case |= {f"tide_vs_{other}": ratios["median"], f"tide_vs_{other}_min": ratios["min"]}
-    return case | {"told_wrong": median(row["tide"] / row["told_right"] for row in rows)}
+    return case
 
 
 def main() -> int:
@@ -98,7 +81,6 @@ def main() -> int:
         cases.append(case_of(name, seconds_of(setting, seeds, others)))
         print("  ".join(f"{key}={value:.3f}" if key != "case" else value for key, value in cases[-1].items()))
     figures = {f"worst_vs_{other}": min(case[f"tide_vs_{other}"] for case in cases) for other in others}
-    figures["worst_told_wrong"] = max(case["told_wrong"] for case in cases)
     goals = {key: goal for key, goal in GOALS.items() if key in figures}
     report = Report("tide_parts", figures, goals, cases, against="the other policies on the same lengths and costs")
     return publish(report, options)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from benchmarks.contenders import SCENARIO, cluster_of
 from benchmarks.direct import Direct
-from benchmarks.iteration_models import SCENARIO, cluster_of
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide.tide_policy import TidePolicy

@@ -1,0 +1,118 @@
+"""The grid of physics of `benchmarks.iteration_sim`: its cells, its cases and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from benchmarks.clairvoyant.orders import Order
+from benchmarks.clairvoyant.schedules import Schedule
+from benchmarks.clairvoyant.search import Found, clairvoyant_schedule
+from benchmarks.contenders import COMPARED, ROOFLINE
+from benchmarks.direct import simulate
+from benchmarks.iteration_grid import BASE, CELLS, FIRST_SEED, MODEL_32B, Cell, case_of, figures_of
+from benchmarks.iteration_sim import beside_clairvoyant, published_figures
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from simulator.scenario import ScenarioError, load_scenario
+from tidegate.types import MinibatchOrder
+
+SMALL = (
+    "cluster.nodes={n0: 8}",
+    "cluster.placement={actor: 0-1, rollout: 2-5, inference: 6-7}",
+    "actor_layout.tp=2",
+    "actor_layout.dp=1",
+    "algorithm.prompts_per_iteration=16",
+    "algorithm.group_size=4",
+    "algorithm.n_minibatches=2",
+    "lengths.median_tokens=700",
+    "lengths.max_tokens=3000",
+)
+
+
+def test_every_cell_has_room_and_is_another_iteration() -> None:
+    scenarios = [cell.scenario() for cell in CELLS]
+    assert all(scenario.is_computed for scenario in scenarios)
+    assert len({scenario.model_dump_json() for scenario in scenarios}) == len(CELLS)
+    assert scenarios[0] == load_scenario(ROOFLINE)
+
+
+def test_each_cell_has_seeds_of_its_own() -> None:
+    seeds = list(itertools.chain.from_iterable(cell.seeds for cell in CELLS))
+    assert len(seeds) == len(set(seeds))
+    assert min(seeds) == FIRST_SEED
+
+
+def test_the_cells_of_the_fixed_order_are_marked() -> None:
+    for cell in CELLS:
+        assert cell.is_fixed == (cell.scenario().algorithm.minibatch_order is MinibatchOrder.FIXED)
+
+
+def test_a_cell_whose_trainer_has_no_room_is_refused_with_the_numbers() -> None:
+    alone = Cell("32B in one copy", (*MODEL_32B, "actor_layout.dp=1", "cluster.placement.actor=0-7"), (1,))
+    with pytest.raises(ScenarioError, match=r"no room for the model.* GB"):
+        alone.scenario()
+
+
+def test_a_cell_whose_engine_has_no_room_is_refused() -> None:
+    with pytest.raises(ScenarioError, match="engine"):
+        Cell("32B on one GPU", (*MODEL_32B, "costs.engine.gpus_per_engine=1"), (1,)).scenario()
+
+
+@pytest.mark.long
+def test_a_case_has_the_seconds_of_all_and_each_ratio_by_seed() -> None:
+    case = case_of(Cell("small", SMALL, (1, 2)), (1, 2))
+    assert {f"{name}_s" for name in COMPARED} <= case.keys()
+    others = [case["by_seed_s"][name] for name in COMPARED if name not in ("tide", "planned_once")]
+    want = [min(each) / own for own, each in zip(case["by_seed_s"]["tide"], zip(*others, strict=True), strict=True)]
+    assert case["tide_vs_best_other"] == pytest.approx(want)
+    assert case["best_other"] in COMPARED
+    assert "best of" in case["split"]
+
+
+def cell_case(name: str, values: list[float], *, is_fixed: bool = False) -> dict[str, object]:
+    return {"case": name, "is_fixed": is_fixed, "tide_vs_best_other": values}
+
+
+def test_figures_are_medians_over_cells_and_the_worst_cell_is_of_the_whole_grid() -> None:
+    cases = [
+        cell_case("base", [1.0, 1.1, 1.2]),
+        cell_case("slow", [1.3, 1.5]),
+        cell_case("fast", [0.9, 1.1]),
+        cell_case("fixed", [0.95, 0.97], is_fixed=True),
+    ]
+    found = figures_of(cases)
+    assert found["tide_vs_best_other"] == pytest.approx(1.1)
+    assert (found["tide_vs_best_other_min"], found["tide_vs_best_other_max"]) == (0.9, 1.5)
+    assert found["tide_vs_best_other_fixed"] == pytest.approx(0.96)
+    assert found["worst_cell_vs_best_other"] == pytest.approx(0.96)
+
+
+def test_figures_without_a_fixed_cell_have_none_of_it() -> None:
+    assert "tide_vs_best_other_fixed" not in figures_of([cell_case("base", [1.0])])
+
+
+def test_the_base_cell_is_compared_with_the_best_schedule_of_each_seed() -> None:
+    seconds = {name: [110.0, 240.0] for name in COMPARED}
+    found = [Found(each, Schedule(0.0, (4,), (1,)), Order(), "tide", 1) for each in (100.0, 200.0)]
+    figures = beside_clairvoyant({"by_seed_s": seconds}, found)
+    assert figures["tide_over_clairvoyant"] == pytest.approx(1.15)
+    assert figures["phases_ordered_over_clairvoyant_max"] == pytest.approx(1.2)
+
+
+def test_the_published_iteration_is_compared_with_what_was_published() -> None:
+    seconds = dict.fromkeys(COMPARED, 985.0) | {"tide": 600.0, "bound": 500.0, "dynarl": 985 / 1.34}
+    figures = published_figures([{**seconds, "clairvoyant": 580.0}, seconds])
+    assert figures["static_off_published"] == pytest.approx(0)
+    assert figures["dynarl_off_published"] == pytest.approx(0)
+    assert figures["dynarl_priority_off_published"] == pytest.approx(1 - 1 / 1.46)
+    assert figures["published_tide_over_clairvoyant"] == pytest.approx(600 / 580)
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.minibatch_order=fixed",)])
+def test_the_clairvoyant_search_runs_on_computed_physics(overrides: tuple[str, ...]) -> None:
+    scenario = dataclasses.replace(BASE, overrides=(*SMALL, *overrides)).scenario()
+    run = simulate(scenario, TidePolicy(), seed=1, directly=True)
+    found = clairvoyant_schedule(scenario, seed=1, evaluations=13)
+    assert run.bound.bound_s <= found.seconds <= 1.05 * run.iteration_s
