@@ -16,12 +16,13 @@ from benchmarks.iteration_grid import BASE, CELLS, FIRST_SEED, MODEL_32B, Cell, 
 from benchmarks.iteration_sim import beside_clairvoyant, published_figures
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.scenario import ScenarioError, load_scenario
+from tests import effort
 from tidegate.types import MinibatchOrder
 
 SMALL = (
-    "cluster.nodes={n0: 8}",
-    "cluster.placement={actor: 0-1, rollout: 2-5, inference: 6-7}",
-    "actor_layout.tp=2",
+    "cluster.nodes={n0: 8, n1: 8}",
+    "cluster.placement={actor: 0-3, rollout: 4-13, inference: 14-15}",
+    "actor_layout.tp=4",
     "actor_layout.dp=1",
     "algorithm.prompts_per_iteration=16",
     "algorithm.group_size=4",
@@ -110,9 +111,9 @@ def test_the_published_iteration_is_compared_with_what_was_published() -> None:
     assert figures["published_tide_over_clairvoyant"] == pytest.approx(600 / 580)
 
 
-@pytest.mark.parametrize("overrides", [(), ("algorithm.minibatch_order=fixed",)])
-def test_the_clairvoyant_search_runs_on_computed_physics(overrides: tuple[str, ...]) -> None:
-    scenario = dataclasses.replace(BASE, overrides=(*SMALL, *overrides)).scenario()
+@pytest.mark.parametrize("order", effort.cases(["arrival", "fixed"], always=["arrival"]))
+def test_the_clairvoyant_search_runs_on_computed_physics(order: str) -> None:
+    scenario = dataclasses.replace(BASE, overrides=(*SMALL, f"algorithm.minibatch_order={order}")).scenario()
     run = simulate(scenario, TidePolicy(), seed=1, directly=True)
     found = clairvoyant_schedule(scenario, seed=1, evaluations=13)
     assert run.bound.bound_s <= found.seconds <= 1.05 * run.iteration_s

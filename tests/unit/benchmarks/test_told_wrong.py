@@ -28,8 +28,8 @@ def test_every_telling_reaches_the_policies_under_both_laws(law: str, name: str)
     true, wrong = true_situation(law), WRONGS[name]
     told = wrong.distorted(true)
     assert told != true
-    sizes = np.array([2, 4, 6])
-    rates = [trainer_curve(each).tokens_per_s(sizes, copy_size=2) for each in (true, told)]
+    sizes = np.array([4, 8, 12])
+    rates = [trainer_curve(each).tokens_per_s(sizes, copy_size=4) for each in (true, told)]
     assert rates[1] == pytest.approx(wrong.trainer * rates[0])
     assert told.costs.decode.base_s * wrong.decode == pytest.approx(true.costs.decode.base_s)
 
@@ -58,7 +58,8 @@ def test_nothing_was_chosen_on_the_seeds() -> None:
 @pytest.mark.long
 def test_tide_told_wrong_chooses_otherwise_and_told_right_is_the_same_for_every_telling() -> None:
     wrongs = {"right": Wrong(), "wrong": Wrong(trainer=3.0, decode=0.3, sigma=3.0)}
-    rows = seconds_of(load_scenario(ROOFLINE, SMALL), 1, wrongs)
+    long = ("lengths.median_tokens=4000", "lengths.max_tokens=16000", "algorithm.prompts_per_iteration=64")
+    rows = seconds_of(load_scenario(ROOFLINE, [*SMALL, *long]), 1, wrongs)
     assert rows["right"]["tide"] == rows["right"]["told_right"] == rows["wrong"]["told_right"]
     assert rows["wrong"]["tide"] != rows["right"]["tide"]
     assert {*rows["wrong"]} == {"tide", "told_right", *OTHERS}
