@@ -17,19 +17,8 @@ from benchmarks.iteration_sim import beside_clairvoyant, published_figures
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.scenario import ScenarioError, load_scenario
 from tests import effort
+from tests.unit.benchmarks.small_iteration import SMALL
 from tidegate.types import MinibatchOrder
-
-SMALL = (
-    "cluster.nodes={n0: 8, n1: 8}",
-    "cluster.placement={actor: 0-3, rollout: 4-13, inference: 14-15}",
-    "actor_layout.tp=4",
-    "actor_layout.dp=1",
-    "algorithm.prompts_per_iteration=16",
-    "algorithm.group_size=4",
-    "algorithm.n_minibatches=2",
-    "lengths.median_tokens=700",
-    "lengths.max_tokens=3000",
-)
 
 
 def test_every_cell_has_room_and_is_another_iteration() -> None:

@@ -14,7 +14,7 @@ from services.scheduler.policy.trainer_rates import trainer_curve
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration
 from simulator.scenario import load_scenario
-from tests.unit.benchmarks.test_iteration_grid import SMALL
+from tests.unit.benchmarks.small_iteration import SMALL
 
 
 def true_situation(law: str) -> Situation:
