@@ -91,6 +91,12 @@ def test_the_base_cell_is_compared_with_the_best_schedule_of_each_seed() -> None
     assert figures["phases_ordered_over_clairvoyant_max"] == pytest.approx(1.2)
 
 
+def test_a_policy_that_ends_sooner_than_the_search_is_the_best_schedule() -> None:
+    seconds = {name: [110.0] for name in COMPARED} | {"fused": [80.0]}
+    found = [Found(100.0, Schedule(0.0, (4,), (1,)), Order(), "tide", 1)]
+    assert beside_clairvoyant({"by_seed_s": seconds}, found)["tide_over_clairvoyant"] == pytest.approx(110 / 80)
+
+
 def test_the_published_iteration_is_compared_with_what_was_published() -> None:
     seconds = dict.fromkeys(COMPARED, 985.0) | {"tide": 600.0, "bound": 500.0, "dynarl": 985 / 1.34}
     figures = published_figures([{**seconds, "clairvoyant": 580.0}, seconds])
