@@ -1,153 +1,237 @@
 """A training under `tide` and under fixed splits: `python -m benchmarks.training_sim [--json] [--quick] [--save]`.
 
-The job has 200 iterations, in which the mean length goes from 1.5k to 10k tokens. It is a quarter of the published one:
-a quarter of its prompts on 16 GPUs, on which the trainer has a quarter of its rate on 64 GPUs. Strict: an iteration
-begins when the one before it has ended. A ratio compares jobs with the same lengths:
+The job has 200 iterations, in which the mean length goes from 1.5k to 10k tokens in a line. A ratio compares trainings
+with the same lengths:
 
-    tide_vs_start_split      = seconds of the split that is best for the first 5 iterations / seconds of tide
-    tide_vs_hindsight_split  = seconds of the split that is best for the whole job          / seconds of tide
+    tide_vs_start_split        = seconds of the split that is best for the first 10 iterations / seconds of tide
+    tide_vs_hindsight_split    = seconds of the split that is best for the whole job           / seconds of tide
+    tide_async_vs_async_split  = the first of these ratios, of asynchronous trainings
+    tide_async_vs_async_hindsight_split  = the second
+    following_vs_start_split, async_following_vs_async_split  = the same for the best split of each iteration by itself
 
-`tide` starts from the first of these splits. Figures are medians over the seeds, `_min` and `_max` their range. A case
-has the seconds by quarter of the job.
+The last two are of a few iterations, and changes cost nothing: so much lies in moving GPUs between iterations alone.
 
-The splits are searched: some numbers of copies of the trainer and sizes of the inference, and the rollout has the rest.
-A fixed split learns nothing, so its iterations are simulated one by one. The search for the whole job sees ten of them,
-evenly spaced, and the best split then runs all. A full run takes some ten minutes on one core.
+Strict: an iteration begins when the one before it has ended. `tide` starts from the first split. Asynchronous: the
+rollout is one iteration ahead at most, and engines end their sequences under old weights. Here `tide` is its balance
+between iterations, which starts from the first split too. It has the physics of the middle iteration throughout.
+
+There are two settings:
+- `roofline`, which has the goals: Qwen2.5-7B on 32 H100, times computed from model and GPU. It is half of
+  `examples/scenarios/grpo_7b_64gpu.yaml`: half of its prompts on half of its GPUs, with its TP 4 and its spreads.
+- `published_fit`, whose figures begin with this name: a quarter of the published job on 16 GPUs, on which the trainer
+  has a quarter of its rate on 64 GPUs.
+The first was chosen before `tide` ran on it: one copy of the trainer has room on 4 GPUs, so that splits have steps of
+an eighth, and a training takes some minutes. No rule of `tide` was tuned on either, nor on these seeds.
+
+Splits are searched by simulation (`training_splits`), strict ones with the best order
+of prompts. The search for the whole job sees iterations that are evenly spaced. Figures are medians over the seeds,
+`_min` and `_max` their range. A case has the seconds by quarter of the job, and the moves.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.contenders import SCENARIO, cluster_of
-from benchmarks.direct import Direct
 from benchmarks.report import Report, arguments, publish, spread
-from services.scheduler.policy.static import StaticPolicy
+from benchmarks.training_splits import WINDOW, StrictTraining, async_following, best_async
+from services.scheduler.policy.balance import Split as AsyncSplit
 from services.scheduler.policy.tide.tide_policy import TidePolicy
+from simulator.asynchrony.course import Asynchrony
+from simulator.asynchrony.run import AsyncRun, simulate_async
+from simulator.asynchrony.search import tuned_split
+from simulator.best_split import Split
 from simulator.cost_model import Costs
 from simulator.job_iterations import SimulatedJob
 from simulator.job_run import simulate_job
-from simulator.scenario import load_scenario
+from simulator.scenario import Scenario, load_scenario
 
-NUM_GPUS, TP = 16, 2
-SEEDS, QUICK_SEEDS = range(40, 42), range(40, 41)
 ITERATIONS, QUICK_ITERATIONS = 200, 20
-FIRST = 5
-"""The iterations for which the split of the start is tuned. A user tunes it in the first hour."""
+FIRST = 10
+"""The iterations for which the split of the start is tuned. A user tunes it in the first half an hour."""
 NUM_SAMPLED = 10
 """Enough for the order of the splits: from one to the next the mean grows by a tenth of its whole way."""
-COPIES, INFERENCE_GPUS = range(1, 6), (2, 4)
-PROMPTS = 128
-RATE_TOKENS_PER_S = Costs().trainer.rate_tokens_per_s * NUM_GPUS / Costs().trainer.rate_gpus
-GOALS = {"tide_vs_start_split": ">= 1.30", "tide_vs_hindsight_split": ">= 1.10"}
+STALENESS = 1
+RATIOS = (
+    "tide_vs_start_split",
+    "tide_vs_hindsight_split",
+    "following_vs_start_split",
+    "tide_async_vs_async_split",
+    "tide_async_vs_async_hindsight_split",
+    "async_following_vs_async_split",
+)
+GOALS = {
+    "tide_vs_start_split": ">= 1.30",
+    "tide_vs_hindsight_split": ">= 1.10",
+    "tide_async_vs_async_split": ">= 1.10",
+}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FixedSplit:
-    """Copies of the trainer, GPUs of the inference; the rollout has the rest."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`prefix`: of its figures. `file` and `overrides`: its scenario, without the drift."""
 
-    num_copies: int
-    num_inference_gpus: int
+    name: str
+    prefix: str
+    file: str
+    overrides: tuple[str, ...]
+    seeds: tuple[int, ...]
 
-    @property
-    def name(self) -> str:
-        actor = self.num_copies * TP
-        return f"{actor}/{NUM_GPUS - actor - self.num_inference_gpus}/{self.num_inference_gpus}"
-
-    def overrides(self) -> Iterator[str]:
-        actor, inference = self.num_copies * TP, NUM_GPUS - self.num_inference_gpus
-        placement = f"actor: 0-{actor - 1}, rollout: {actor}-{inference - 1}, inference: {inference}-{NUM_GPUS - 1}"
-        yield from (f"cluster.placement={{{placement}}}", f"actor_layout.dp={self.num_copies}")
+    def scenario(self, num_iterations: int) -> Scenario:
+        drift = f"drift.mean_tokens={{0: 1500, {num_iterations}: 10000}}"
+        return load_scenario(SCENARIO.with_name(self.file), [*self.overrides, drift])
 
 
-SPLITS = tuple(FixedSplit(copies, inference) for copies in COPIES for inference in INFERENCE_GPUS)
+ROOFLINE = Setting(
+    name="roofline",
+    prefix="",
+    file="grpo_7b_64gpu.yaml",
+    overrides=(*cluster_of(32), "algorithm.prompts_per_iteration=256"),
+    seeds=(500, 501, 502),
+)
+_FEW = 16
+PUBLISHED_FIT = Setting(
+    name="published_fit",
+    prefix="published_fit_",
+    file=SCENARIO.name,
+    overrides=(
+        *cluster_of(_FEW, 2),
+        "algorithm.prompts_per_iteration=128",
+        f"costs.trainer.rate_gpus={_FEW}",
+        f"costs.trainer.rate_tokens_per_s={Costs().trainer.rate_tokens_per_s * _FEW / Costs().trainer.rate_gpus}",
+    ),
+    seeds=(500,),
+)
+SETTINGS = (ROOFLINE, PUBLISHED_FIT)
 
 
-class Training:
-    """One job under one seed. Its lengths do not depend on the split that it starts from."""
-
-    def __init__(self, seed: int, num_iterations: int) -> None:
-        self._seed, self._num_iterations = seed, num_iterations
-        self._jobs = {split: self.job(split) for split in SPLITS}
-        self.split_s = cache(self._split_s)
-
-    def job(self, split: FixedSplit) -> SimulatedJob:
-        overrides = [
-            *cluster_of(NUM_GPUS, TP),
-            *split.overrides(),
-            f"algorithm.prompts_per_iteration={PROMPTS}",
-            f"costs.trainer.rate_gpus={NUM_GPUS}",
-            f"costs.trainer.rate_tokens_per_s={RATE_TOKENS_PER_S}",
-            f"drift.mean_tokens={{0: 1500, {self._num_iterations}: 10000}}",
-        ]
-        return SimulatedJob(load_scenario(SCENARIO, overrides), self._num_iterations, self._seed)
-
-    def best(self, iterations: Iterable[int]) -> FixedSplit:
-        """The split with the fewest seconds of these iterations together."""
-        numbers = tuple(iterations)
-        return min(SPLITS, key=lambda split: (sum(self.split_s(split, each) for each in numbers), split))
-
-    def whole_s(self, split: FixedSplit) -> list[float]:
-        """The seconds of each iteration."""
-        return [self.split_s(split, number) for number in range(self._num_iterations)]
-
-    def _split_s(self, split: FixedSplit, number: int) -> float:
-        return Direct(self._jobs[split].iteration(number), StaticPolicy()).run(split.name).iteration_s
-
-
-def case_of(seed: int, num_iterations: int) -> dict[str, Any]:
-    training = Training(seed, num_iterations)
-    every = num_iterations // NUM_SAMPLED
-    start, hindsight = training.best(range(FIRST)), training.best(range(every // 2, num_iterations, every))
+def strict_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, Any]:
+    training = StrictTraining(scenario, num_iterations, seed)
+    start = training.best(range(num_first(num_iterations)))
+    some = sampled(num_iterations)
+    hindsight = training.best(some)
     rows = simulate_job(training.job(start), TidePolicy(), name="tide").rows
     assert not any(row.num_lost for row in rows), f"tide lost samples at seed {seed}"
     seconds = {
         "tide": [row.seconds for row in rows],
-        "start_split": training.whole_s(start),
-        "hindsight_split": training.whole_s(hindsight),
+        "start_split": [training.seconds(start, number) for number in range(num_iterations)],
+        "hindsight_split": [training.seconds(hindsight, number) for number in range(num_iterations)],
     }
-    totals = {name: sum(each) for name, each in seconds.items()}
     return {
-        "case": f"seed {seed}",
-        "start_split": start.name,
-        "hindsight_split": hindsight.name,
-        **{f"{name}_s": total for name, total in totals.items()},
-        **{f"{name}_quarters_s": _quarters(each) for name, each in seconds.items()},
-        "tide_vs_start_split": totals["start_split"] / totals["tide"],
-        "tide_vs_hindsight_split": totals["hindsight_split"] / totals["tide"],
-        "tide_moves": sum(row.num_moves for row in rows),
+        "start_split": split_text(scenario, start),
+        "hindsight_split": split_text(scenario, hindsight),
+        **case_of(seconds),
+        "following_vs_start_split": training.sum_s(start, some) / training.following_s(start, some),
+        "tide_moves_quarters": quarters([row.num_moves for row in rows]),
     }
 
 
-def figures_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def async_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, Any]:
+    job, rules = SimulatedJob(scenario, num_iterations, seed), Asynchrony(staleness=STALENESS)
+    lengths = [job.iteration(number).workload.lengths for number in range(num_iterations)]
+    own = job.iteration(num_iterations // 2).scenario
+    first = lengths[: max(2, num_first(num_iterations))]
+    start = best_async(own, rules, first, tuned_split(own, rules, first))
+    some = sampled(num_iterations)
+    hindsight = best_async(own, rules, [lengths[number] for number in some], start)
+    windows = [max(0, min(number, num_iterations - WINDOW)) for number in some]
+    fixed_s, following_s = async_following(own, rules, lengths, start, windows)
+    runs = {
+        "tide_async": simulate_async(own, rules, lengths, split=start, balances=True),
+        "async_split": simulate_async(own, rules, lengths, split=start),
+        "async_hindsight_split": simulate_async(own, rules, lengths, split=hindsight),
+    }
+    return {
+        "async_split": str(start),
+        "async_hindsight_split": str(hindsight),
+        **case_of({name: run.iteration_s for name, run in runs.items()}),
+        "async_following_vs_async_split": fixed_s / following_s,
+        "tide_async_splits": split_changes(runs["tide_async"]),
+    }
+
+
+def case_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The sums of the trainings, those of their quarters, and the ratios to the first one, which is `tide`'s."""
+    totals = {name: sum(each) for name, each in seconds.items()}
+    tide, *others = totals
+    return {
+        **{f"{name}_s": total for name, total in totals.items()},
+        **{f"{name}_quarters_s": quarters(each) for name, each in seconds.items()},
+        **{f"{tide}_vs_{name}": totals[name] / totals[tide] for name in others},
+    }
+
+
+def num_first(num_iterations: int) -> int:
+    return max(1, min(FIRST, num_iterations // 4))
+
+
+def sampled(num_iterations: int) -> range:
+    every = max(WINDOW, num_iterations // NUM_SAMPLED)
+    return range(every // 2, num_iterations, every)
+
+
+def quarters(values: Sequence[float]) -> list[float]:
+    ends = [round(len(values) * part / 4) for part in range(5)]
+    return [round(sum(values[begin:end]), 1) for begin, end in pairwise(ends)]
+
+
+def split_text(scenario: Scenario, split: Split) -> str:
+    num_rollout = len(scenario.cluster.gpus()) - split.actor.num_ranks - split.num_inference
+    return f"{split.actor.num_ranks}/{num_rollout}/{split.num_inference} {split.order}"
+
+
+def split_changes(run: AsyncRun) -> list[str]:
+    """The splits, each with the iteration in which it began."""
+
+    def text(at_s: float, split: AsyncSplit) -> str:
+        ended, at = 0.0, 0
+        while at < len(run.iteration_s) and ended + run.iteration_s[at] <= at_s:
+            ended, at = ended + run.iteration_s[at], at + 1
+        return f"{at}: {split}"
+
+    return [text(*each) for each in run.splits]
+
+
+def figures_of(cases: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for key in GOALS:
+    for key in RATIOS:
         found = spread([case[key] for case in cases])
-        figures |= {key: found["median"], f"{key}_min": found["min"], f"{key}_max": found["max"]}
+        name = prefix + key
+        figures |= {name: found["median"], f"{name}_min": found["min"], f"{name}_max": found["max"]}
     return figures
 
 
 def main() -> int:
     options = arguments("A whole training with growing lengths, simulated.")
     num_iterations = QUICK_ITERATIONS if options.quick else ITERATIONS
-    cases = [case_of(seed, num_iterations) for seed in (QUICK_SEEDS if options.quick else SEEDS)]
+    wanted = [(setting, seed) for setting in SETTINGS for seed in setting.seeds[: 1 if options.quick else None]]
+    with ProcessPoolExecutor() as pool:
+        # The longest first: no process is left with one of them at the end.
+        parts = [
+            [pool.submit(part, setting.scenario(num_iterations), num_iterations, seed) for setting, seed in wanted]
+            for part in (strict_case, async_case)
+        ]
+        found = [[each.result() for each in part] for part in parts]
+    cases = [
+        {"case": f"{setting.name}, seed {seed}", "setting": setting.name, **strict, **ahead}
+        for (setting, seed), strict, ahead in zip(wanted, *found, strict=True)
+    ]
+    figures: dict[str, float] = {}
+    for setting in SETTINGS:
+        figures |= figures_of([case for case in cases if case["setting"] == setting.name], setting.prefix)
     report = Report(
         name="training_sim",
-        figures=figures_of(cases),
+        figures=figures,
         goals=GOALS,
         cases=cases,
         against="fixed splits of the same GPUs, searched by the simulator, on the same lengths",
     )
     return publish(report, options)
-
-
-def _quarters(seconds: Sequence[float]) -> list[float]:
-    size = len(seconds) // 4
-    return [round(sum(seconds[at : at + size]), 1) for at in range(0, 4 * size, size)]
 
 
 if __name__ == "__main__":

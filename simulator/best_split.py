@@ -154,9 +154,13 @@ def with_split(scenario: Scenario, split: Split) -> Scenario | None:
 
 
 def split_seconds(scenario: Scenario, order: PromptOrder, seed: int) -> float:
+    """The iteration of this seed, as `static_seconds`."""
+    return static_seconds(SimulatedIteration(scenario, seed), order)
+
+
+def static_seconds(simulated: SimulatedIteration, order: PromptOrder) -> float:
     """The iteration under `static`, without the scheduler, which has nothing to move. Infinite where it does not
     end."""
-    simulated = SimulatedIteration(scenario, seed)
     world = simulated.world(as_configured(simulated.spec))
     size = simulated.workload.group_size
     groups = opening_order(simulated.situations.situation(world, Remembered()), order)

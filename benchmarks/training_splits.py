@@ -1,0 +1,125 @@
+"""The best fixed splits of a training's GPUs, strict and asynchronous, and what changing them between iterations gains.
+
+A search climbs: from a split it goes to the fastest neighbour, until none is faster. A neighbour of a strict split has
+one copy of the trainer more or less, inference GPUs for an engine more or less, both of them the opposite way, or
+another order of prompts.
+
+A strict split learns nothing, so its iterations are simulated one by one. An asynchronous one is simulated over
+`WINDOW` iterations, of which the first does not count: the rollout fills.
+
+`following` splits are the best of each sampled iteration by itself. To change them costs nothing, so no policy that
+moves GPUs only between iterations gains more, up to the steps of the search.
+
+Invariant: no neighbour of the split that is found is faster. [test_training_sim: no_neighbour_of_the_best_split]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import TypeVar
+
+from services.scheduler.policy.balance import Split as AsyncSplit
+from services.scheduler.state.layouts import engine_size, with_dp
+from simulator.asynchrony.course import Asynchrony
+from simulator.asynchrony.run import simulate_async, sizes_of
+from simulator.asynchrony.search import neighbours as async_neighbours
+from simulator.best_split import Split, static_seconds, with_split
+from simulator.job_iterations import SimulatedJob
+from simulator.lengths import Lengths
+from simulator.scenario import Scenario
+from tidegate.types import Layout, PromptOrder
+
+WINDOW = 5
+"""The mean length grows by 3 % in it at most. With staleness 1 the second iteration is steady."""
+_S = TypeVar("_S")
+
+
+def climbed(at: _S, around: Callable[[_S], Iterable[_S]], seconds: Callable[[_S], float | tuple[float, int]]) -> _S:
+    """The split from which no neighbour is faster."""
+    while True:
+        best = min([at, *around(at)], key=seconds)
+        if best == at:
+            return at
+        at = best
+
+
+class StrictTraining:
+    """One training under one seed. Its lengths do not depend on the split. `scenario`: its placement is where the
+    search begins."""
+
+    def __init__(self, scenario: Scenario, num_iterations: int, seed: int) -> None:
+        self._scenario, self._num_iterations, self._seed = scenario, num_iterations, seed
+        home = scenario.placement().layout
+        assert home is not None, "a training has a trainer"
+        self._home: Layout = home
+        self._step = engine_size(self.job().spec)
+        self._job_of = cache(self.job)
+        self.seconds = cache(self._seconds)
+
+    def job(self, split: Split | None = None) -> SimulatedJob:
+        """The job in this split. None: in that of the scenario."""
+        scenario = with_split(self._scenario, split) if split else self._scenario
+        assert scenario is not None, f"{split} is no start"
+        return SimulatedJob(scenario, self._num_iterations, self._seed)
+
+    def best(self, iterations: Sequence[int], near: Split | None = None) -> Split:
+        """The split with the fewest seconds of these iterations together."""
+        first = Split(self._home, len(self._scenario.placement().inference), PromptOrder.LONGEST_FIRST)
+        return climbed(near or first, self.neighbours, lambda split: self.sum_s(split, iterations))
+
+    def sum_s(self, split: Split, iterations: Iterable[int]) -> float:
+        return sum(self.seconds(split, number) for number in iterations)
+
+    def following_s(self, start: Split, iterations: Sequence[int]) -> float:
+        """The seconds of these iterations, each in its best split."""
+        total = 0.0
+        for number in iterations:
+            start = self.best((number,), start)
+            total += self.seconds(start, number)
+        return total
+
+    def neighbours(self, split: Split) -> Iterator[Split]:
+        yield from (replace(split, order=order) for order in PromptOrder if order is not split.order)
+        for more_copies, more_engines in product((-1, 0, 1), repeat=2):
+            copies, inference = split.actor.dp + more_copies, split.num_inference + more_engines * self._step
+            layout = with_dp(self._home, copies) if copies > 0 and more_copies != more_engines else None
+            other = replace(split, actor=layout, num_inference=inference) if layout and inference > 0 else None
+            if other and with_split(self._scenario, other):
+                yield other
+
+    def _seconds(self, split: Split, number: int) -> float:
+        return static_seconds(self._job_of(split).iteration(number), split.order)
+
+
+def best_async(scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths], near: AsyncSplit) -> AsyncSplit:
+    """The split with the fewest seconds after the first iteration; of equal ones that with the most engines.
+
+    `tuned_split` counts the first iteration, in which the rollout fills. On ten iterations it decided between splits
+    that were equally fast afterwards, and of which one was 19 % slower at the end of the training.
+    """
+    sizes, seconds = sizes_of(scenario), steady_seconds(scenario, rules, lengths)
+    return climbed(near, lambda split: async_neighbours(split, sizes), lambda split: (seconds(split), -split.engines))
+
+
+def async_following(
+    scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths], start: AsyncSplit, windows: Iterable[int]
+) -> tuple[float, float]:
+    """Seconds of windows of iterations that begin at these numbers: in the split `start`, and each in its best one."""
+    fixed_s, total_s, at = 0.0, 0.0, start
+    for begin in windows:
+        some = lengths[begin : begin + WINDOW]
+        at, seconds = best_async(scenario, rules, some, at), steady_seconds(scenario, rules, some)
+        fixed_s, total_s = fixed_s + seconds(start), total_s + seconds(at)
+    return fixed_s, total_s
+
+
+def steady_seconds(scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths]) -> Callable[[AsyncSplit], float]:
+    """By split: the seconds of all iterations but the first, to the ms, so that rounding decides nothing."""
+
+    def seconds(split: AsyncSplit) -> float:
+        return round(sum(simulate_async(scenario, rules, lengths, split=split).iteration_s[1:]), 3)
+
+    return cache(seconds)

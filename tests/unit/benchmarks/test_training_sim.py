@@ -1,0 +1,110 @@
+"""The comparison of whole trainings: its settings, its searches and its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.training_sim import (
+    GOALS,
+    RATIOS,
+    SETTINGS,
+    async_case,
+    case_of,
+    figures_of,
+    num_first,
+    quarters,
+    sampled,
+    strict_case,
+)
+from benchmarks.training_splits import StrictTraining, async_following, best_async, steady_seconds
+from simulator.asynchrony.course import Asynchrony
+from simulator.asynchrony.run import sizes_of, split_of
+from simulator.asynchrony.search import neighbours
+from simulator.best_split import Split
+from simulator.job_iterations import SimulatedJob
+from simulator.scenario import Scenario, parse_scenario
+from tests.unit.simulator.async_scenarios import RAW
+from tidegate.types import Layout, PromptOrder
+
+NUM = 6
+USED_SEEDS = {*range(20), 40, 41, *range(100, 105), *range(200, 205), *range(300, 303), *range(400, 441)}
+
+
+def small() -> Scenario:
+    lengths = {**RAW["lengths"], "max_tokens": 8000}
+    return parse_scenario({**RAW, "lengths": lengths, "drift": {"mean_tokens": {0: 300, NUM: 2000}}})
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_a_setting_has_growing_lengths_and_seeds_that_nothing_was_tuned_on(setting: Any) -> None:
+    assert not USED_SEEDS & set(setting.seeds)
+    assert setting.scenario(200).is_computed == (setting.name == "roofline")
+    job = SimulatedJob(setting.scenario(20), 20, setting.seeds[0])
+    first, last = (job.iteration(number).workload.lengths for number in (0, 19))
+    assert last.num_tokens > 5 * first.num_tokens
+
+
+def test_no_neighbour_of_the_best_split_is_faster() -> None:
+    training = StrictTraining(small(), NUM, 7)
+    found, numbers = training.best((0, 1)), (0, 1)
+    others = list(training.neighbours(found))
+    assert {each.order for each in others} == set(PromptOrder)
+    assert {each.actor.dp - found.actor.dp for each in others} == {-1, 0, 1}
+    assert all(training.sum_s(found, numbers) <= training.sum_s(each, numbers) for each in others)
+
+
+def test_a_split_without_a_trainer_or_an_inference_is_no_neighbour() -> None:
+    least = Split(Layout(dp=1), 1, PromptOrder.AS_GIVEN)
+    found = [each for each in StrictTraining(small(), 1, 7).neighbours(least) if each.order is least.order]
+    assert [(each.actor.dp, each.num_inference) for each in found] == [(1, 2), (2, 1)]
+
+
+def test_splits_that_follow_are_no_slower_than_one_that_stays() -> None:
+    scenario, numbers = small(), (1, NUM - 1)
+    training = StrictTraining(scenario, NUM, 7)
+    start = training.best((0,))
+    assert training.following_s(start, numbers) <= training.sum_s(start, numbers)
+    job = SimulatedJob(scenario, NUM, 7)
+    lengths = [job.iteration(number).workload.lengths for number in range(NUM)]
+    fixed_s, following_s = async_following(scenario, Asynchrony(), lengths, split_of(scenario), (0, 1))
+    assert following_s < fixed_s
+
+
+def test_no_neighbour_of_the_best_asynchronous_split_is_faster_or_as_fast_with_more_engines() -> None:
+    scenario, rules = small(), Asynchrony()
+    job = SimulatedJob(scenario, NUM, 7)
+    lengths = [job.iteration(number).workload.lengths for number in range(3)]
+    found, seconds = best_async(scenario, rules, lengths, split_of(scenario)), steady_seconds(scenario, rules, lengths)
+    others = list(neighbours(found, sizes_of(scenario)))
+    assert others
+    assert all((seconds(found), -found.engines) <= (seconds(each), -each.engines) for each in others)
+
+
+def test_a_case_has_every_ratio() -> None:
+    found = {part: case(small(), NUM, 7) for part, case in (("strict", strict_case), ("async", async_case))}
+    figures = figures_of([found["strict"] | found["async"]], "a_")
+    assert figures.keys() == {f"a_{key}{end}" for key in RATIOS for end in ("", "_min", "_max")}
+    assert GOALS.keys() <= set(RATIOS)
+    assert found["async"]["tide_async_splits"][0] == f"0: {found['async']['async_split']}"
+
+
+def test_ratios_are_those_of_the_sums() -> None:
+    found = case_of({"tide": [1.0, 2.0, 3.0, 2.0], "other": [2.0, 4.0, 3.0, 3.0]})
+    assert found["tide_vs_other"] == 1.5
+    assert found["other_quarters_s"] == [2.0, 4.0, 3.0, 3.0]
+
+
+def test_quarters_have_every_iteration_once() -> None:
+    assert quarters(range(10)) == [0 + 1, 2 + 3 + 4, 5 + 6 + 7, 8 + 9]
+    assert sum(quarters([1.0] * 7)) == 7
+
+
+def test_the_sampled_iterations_are_evenly_spaced() -> None:
+    assert list(sampled(200)) == [10, 30, 50, 70, 90, 110, 130, 150, 170, 190]
+    assert list(sampled(NUM)) == [2]
+
+
+def test_the_start_is_tuned_on_ten_iterations_or_a_quarter_of_a_short_job() -> None:
+    assert [num_first(num) for num in (200, 20, 3)] == [10, 5, 1]
