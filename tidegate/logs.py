@@ -53,7 +53,7 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
         handler: logging.Handler = logging.StreamHandler(sys.stderr)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -66,6 +66,27 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
         old.close()
     root.addHandler(handler)
     root.setLevel(levels[level])
+
+
+class _LogFile(logging.FileHandler):
+    """A full disk costs the log lines, and nothing else. Stderr is told once, until a line can be written again."""
+
+    _fails = False
+    _is_told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._fails = False
+        super().emit(record)
+        self._is_told = self._fails
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._fails = True
+        if not self._is_told:
+            print(f"tidegate: lines of the log {self.baseFilename} cannot be written: {error}", file=sys.stderr)
 
 
 def without_credentials(value: Any) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,28 @@ def test_lines_below_the_level_are_left_out(log_path: Path) -> None:
 def test_an_unknown_level_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"log level 'LOUD' is not known; choose one of .*WARNING"):
         configure_logging("actor@n0", level="LOUD")
+
+
+def test_a_full_disk_costs_the_log_lines_and_is_told_once(log_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = structlog.get_logger("test")
+    log.info("before")
+    with full_disk(beyond_bytes=1 << 16):
+        for _ in range(3):
+            log.info("too long", text="x" * (1 << 17))
+    assert capsys.readouterr().err == (
+        f"tidegate: lines of the log {log_path} cannot be written: [Errno 27] File too large\n"
+    )
+    log.info("after")
+    assert capsys.readouterr().err == ""
+    assert log_path.read_text().splitlines()[-1].endswith('"event": "after"}')
+
+
+@contextmanager
+def full_disk(*, beyond_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (beyond_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
