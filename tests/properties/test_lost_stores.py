@@ -1,8 +1,10 @@
 """A job whose store comes back empty, or as it was some events ago, at any time and several times.
 
 What the store has lost is rebuilt as the shell does it: ownership from the gates under a larger term, the state from
-the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone. The store's
-clock may step back or forth meanwhile.
+the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone.
+
+The store's clock may be set back meanwhile. Set forth it would be time in which nothing happens, for which a job may
+fail; the scheduler's clock leaves such a jump out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
 loss = st.tuples(st.sampled_from(["lose store", "save store", "older store", "copied state"]), st.just(0))
 
 
-clock_step = st.tuples(st.just("step the clock"), st.integers(-MAX_STEP_S, MAX_STEP_S))
+clock_step = st.tuples(st.just("step the clock"), st.integers(-MAX_STEP_S, 0))
 
 
 @st.composite

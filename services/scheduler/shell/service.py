@@ -337,10 +337,10 @@ class SchedulerService:
         if strange := tuple(gpu for gpu in slots if gpu not in found.gpus):
             await store.register(strange)
             found = await store.ownership(self._job, known=state.transitions)
-        self._clock.was_read(found.now_unix_ms)
+        now_ms = self._clock.was_read(found.now_unix_ms)
         # After the loss of the state no number of a transition may be used again.
         transitions = found.transitions if state.num_transitions else await store.transitions(self._job)
-        return found.now_unix_ms, ev.OwnershipObserved(tuple(found.gpus[gpu] for gpu in slots), transitions)
+        return now_ms, ev.OwnershipObserved(tuple(found.gpus[gpu] for gpu in slots), transitions)
 
     async def _look_at_leases(self, state: ClusterState) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,33 +1,57 @@
-"""The store's clock between two reads of it: a call that reads something else brings its time along.
+"""The store's clock as the scheduler counts time: without the jumps that setting it makes.
 
-It says whether a decision may be due. The decision itself has the time of its own read.
+- Between two reads it goes on by this machine's monotonic clock. That says whether a decision may be due; the decision
+  itself has the time of its own read.
+- A read that is further than JUMP_MS from that shows a jump: the store's clock was set, or this machine slept. From
+  then on the jump is left out, so no deadline comes early or late by it. A scheduler that starts later does not know
+  it: for a clock that went back there is `evolve.clock`.
+
+Leases go by the store's own clock: an instance that lost its lease by a jump joins again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import structlog
 
 from tidegate.ports.store import Leases
 
+JUMP_MS = 5_000
+"""Longer than an answer of the store is under way, and shorter than any deadline."""
+
+
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
+
 
 class StoreClock:
-    """Unix milliseconds. `was_read` takes the time that another call brought."""
+    """Unix milliseconds. `was_read` takes the time that another call brought, and returns what it is here."""
 
-    def __init__(self, store: Leases) -> None:
+    def __init__(self, store: Leases, *, monotonic_s: Callable[[], float] = _loop_time_s) -> None:
         self._store = store
+        self._monotonic_s = monotonic_s
         self._read: tuple[int, float] | None = None
+        self._left_out_ms = 0
+        self._log = structlog.get_logger("clock")
 
     async def now_ms(self) -> int:
         """The time of the last read, and what has passed here since. The first call reads."""
-        if self._read is None:
-            return await self.read_ms()
-        read_ms, read_s = self._read
-        return read_ms + int((asyncio.get_running_loop().time() - read_s) * 1000)
+        return await self.read_ms() if self._read is None else self._gone_on(self._read)
 
     async def read_ms(self) -> int:
-        self.was_read(await self._store.now_unix_ms())
-        assert self._read is not None
-        return self._read[0]
+        return self.was_read(await self._store.now_unix_ms())
 
-    def was_read(self, now_ms: int) -> None:
-        self._read = now_ms, asyncio.get_running_loop().time()
+    def was_read(self, store_ms: int) -> int:
+        now_ms = store_ms - self._left_out_ms
+        if self._read is not None and abs(jump_ms := now_ms - self._gone_on(self._read)) > JUMP_MS:
+            self._log.warning("the store's clock has jumped", by_s=jump_ms / 1000)
+            self._left_out_ms += jump_ms
+            now_ms -= jump_ms
+        self._read = now_ms, self._monotonic_s()
+        return now_ms
+
+    def _gone_on(self, read: tuple[int, float]) -> int:
+        read_ms, read_s = read
+        return read_ms + round((self._monotonic_s() - read_s) * 1000)
