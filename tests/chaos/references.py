@@ -4,6 +4,7 @@ log."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +50,9 @@ def _write(cache: Path, known: dict[str, str]) -> None:
 
 
 async def _measured(variant: Variant, folder: Path) -> str:
-    outcome = await run(Plan(0, reference_of(variant), ()), folder, name="undisturbed", reference=None)
+    # Another driver may measure too, and what is left behind is found by the job's name.
+    name = f"undisturbed-{os.getpid()}"
+    outcome = await run(Plan(0, reference_of(variant), ()), folder, name=name, reference=None)
     found = {name: faults for name, faults in verdicts(outcome.collected).items() if faults}
     result = outcome.collected.result
     if found or result is None:
