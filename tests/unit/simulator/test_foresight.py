@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.opening_order import short_between_long
+from services.scheduler.policy.opening_order import longest_first, short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
@@ -96,7 +96,20 @@ def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others(waits: bool) 
     assert pytest.approx(np.array(alone)) == np.array(seen.ends_s(plans)).T
 
 
-def of(**algorithm: int) -> Scenario:
+def test_in_a_fixed_order_a_plan_whose_inference_starts_first_is_forecast_as_it_is_alone() -> None:
+    situation, simulated = opened(of(minibatch_order="fixed"), 2)
+    seen = forecast(situation, simulated, longest_first(situation))
+    assert seen.infers_ahead
+    plans = family(seen.cluster, 4, seen.span_s, infers_ahead=True)
+    assert (plans.infers_s < plans.start_s).any()
+    alone = [(end_s[0], others_s[0]) for end_s, others_s in map(seen.ends_s, map(plans.row, range(plans.count)))]
+    assert pytest.approx(np.array(alone)) == np.array(seen.ends_s(plans)).T
+    around = neighbours(plans.row(plans.count - 1), seen.cluster, seen.span_s, infers_ahead=True)
+    assert (around.infers_s <= around.start_s).all()
+    assert np.unique(around.infers_s).size > 1
+
+
+def of(**algorithm: int | str) -> Scenario:
     """The published scenario with changes of its algorithm."""
     own = PUBLISHED.model_dump()
     return Scenario.model_validate(own | {"algorithm": own["algorithm"] | algorithm})

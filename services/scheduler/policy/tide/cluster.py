@@ -19,7 +19,7 @@ from services.scheduler.policy.trainer_rates import num_sequences
 from services.scheduler.state.layouts import engine_size, replica_size
 from services.scheduler.state.observed import Engine, Floats, Ints
 from services.scheduler.state.remembered import Assignment
-from tidegate.types import GpuId, Role
+from tidegate.types import GpuId, MinibatchOrder, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class Plans:
     trainer, inference: GPUs during each minibatch; engines have the others.
     waits: True for all plans or for none, and only where one minibatch is to come. Before it the trainer lends its GPUs
       to the engines, until the rollout is over.
+    infer_s: seconds from now until inference gets the GPUs of its first stage, ahead of the trainer. None: with it.
     """
 
     start_s: Floats
     trainer: Ints
     inference: Ints
     waits: bool = False
+    infer_s: Floats | None = None
 
     def __post_init__(self) -> None:
         assert not self.waits or self.trainer.shape[1] == 1, "only the last minibatch waits"
@@ -44,9 +46,14 @@ class Plans:
     def count(self) -> int:
         return len(self.start_s)
 
+    @property
+    def infers_s(self) -> Floats:
+        """Seconds from now until inference gets its GPUs, at the latest when the trainer does."""
+        return self.start_s if self.infer_s is None else np.minimum(self.infer_s, self.start_s)
+
     def row(self, index: int) -> Plans:
         own = slice(index, index + 1)
-        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.waits)
+        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.waits, self.infers_s[own])
 
     @staticmethod
     def of(*several: Plans) -> Plans:
@@ -56,6 +63,7 @@ class Plans:
             np.concatenate([each.trainer for each in several]),
             np.concatenate([each.inference for each in several]),
             several[0].waits,
+            np.concatenate([each.infers_s for each in several]),
         )
 
 
@@ -69,6 +77,8 @@ class Cluster:
     switch_s: seconds from one number of units to another, [before, after].
     inference_rate: tokens a second of one GPU.
     is_open: a minibatch is open, and the trainer cannot move before its end.
+    num_trainer_gpus: those that the trainer has; in a fixed order none where it lends them. With `arrival` a lending
+      trainer counts as present, and begins with its first group: by forecasts alone it would start too late.
     until_s: seconds until the end of the open minibatch; None while it is not known.
     busy_s: seconds until a trainer that can move has ended the portion under way.
     carries: the trainer goes on with an open minibatch while its new GPUs are released, and after it has moved.
@@ -111,6 +121,7 @@ def cluster_of(
     training, engines = situation.trainer.training, situation.engines
     layouts = trainer_layouts(situation, len(there))
     until_s = _until_s(situation, training.closes_at_ms)
+    has_lent = assignment.trainer is None and situation.spec.minibatch_order is MinibatchOrder.FIXED
     return Cluster(
         num_gpus=len(there),
         engine_size=engine_size(situation.spec),
@@ -121,7 +132,7 @@ def cluster_of(
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),
         num_engines=len(assignment.engines),
-        num_trainer_gpus=situation.trainer.num_gpus,
+        num_trainer_gpus=0 if has_lent else situation.trainer.num_gpus,
         num_inference_gpus=len(assignment.inference),
         is_open=not can_move(situation),
         until_s=until_s,

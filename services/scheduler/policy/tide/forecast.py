@@ -20,7 +20,7 @@ in it: from then on the trainer has the engines' GPUs, if the rest is worth the 
              = W_i + max over j <= i of (ready_j - W_(j-1))           W: the sums of w (Lindley 1952)
 
    The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
-   when the last lot is ready.
+   when the last lot is ready. In a fixed order the trainer's work of a lot is what waits for it (`due_tokens`).
    Inference is described in `inference`.
 4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
    Engines that come get no sequence once the queue is empty.
@@ -70,6 +70,13 @@ class Forecast:
     left: Outlook
     cluster: Cluster
     costs: Costs
+
+    @property
+    def infers_ahead(self) -> bool:
+        """Whether inference may get GPUs ahead of the trainer: in a fixed order, while neither has any."""
+        cluster = self.cluster
+        has_none = not (cluster.is_open or cluster.num_trainer_gpus or cluster.num_inference_gpus)
+        return has_none and not self.left.is_by_arrival
 
     @cached_property
     def first_s(self) -> float:
@@ -138,6 +145,11 @@ class Forecast:
         if not cluster.is_open:
             # A portion under way goes on, also where the rollout ends meanwhile.
             start_s, is_cut = np.maximum(plans.start_s, cluster.busy_s), not cluster.busy_s
+            is_ahead = plans.infers_s < start_s
+            if self.infers_ahead and is_ahead.any():
+                at = self._through(at, self._as_it_is(count, None, np.minimum(plans.infers_s, start_s), is_cut=True))
+                ahead = self._through(at, self._ahead(plans, start_s - at.t))
+                return merged(replace(at, is_mid=is_ahead), ahead), trainer, 0
             return self._through(at, self._as_it_is(count, None, start_s, is_cut=is_cut)), trainer, 0
         if cluster.until_s is not None:
             return self._through(at, self._as_it_is(count, None, np.full(count, cluster.until_s))), trainer, 1
@@ -156,6 +168,21 @@ class Forecast:
             minibatch=minibatch,
             fixed_s=0.0 if minibatch is None else self.costs.update_s,
             is_cut=is_cut,
+        )
+
+    def _ahead(self, plans: Plans, after_s: Floats) -> Segment:
+        """The segment in which inference has GPUs and the trainer has none."""
+        cluster, costs = self.cluster, self.costs
+        inference = plans.inference[:, 0].astype(np.float64)
+        return Segment(
+            engines=np.maximum((cluster.num_gpus - inference) // cluster.engine_size, 1.0),
+            inference=inference,
+            rate=np.zeros(plans.count),
+            train_after_s=np.maximum(after_s, 0.0),
+            infer_after_s=np.full(plans.count, costs.release_s + costs.inference_start_s),
+            minibatch=None,
+            fixed_s=0.0,
+            is_cut=True,
         )
 
     def _waiting(self, plans: Plans) -> Segment:
@@ -331,29 +358,34 @@ class Forecast:
     def _trained(self, at: At, segment: Segment, inferred_s: Floats, order: Ints) -> Trained:
         begin, none = at.t + segment.train_after_s, np.zeros((at.t.size, 0))
         if segment.minibatch is None:
-            return Trained(begin, none, none)
-        since, tokens = self._of_minibatch(segment.minibatch, inferred_s, order)
+            return Trained(begin, none, none, begin)
+        since, tokens, last_tokens = self._of_minibatch(segment.minibatch, inferred_s, order)
         if not tokens.shape[1]:
-            return Trained(begin + segment.fixed_s, none, none)
+            return Trained(begin + segment.fixed_s, none, none, begin)
         if at.is_mid.any():
             before = np.cumsum(tokens, axis=1) - tokens
             tokens = tokens - np.clip(at.trained_tokens[:, None] - before, 0.0, tokens)
-        work = tokens / np.maximum(segment.rate, 1e-3)[:, None]
+        rate = np.maximum(segment.rate, 1e-3)
+        work = tokens / rate[:, None]
         done = np.cumsum(work, axis=1)
         # Without streaming the first lot too waits for the last one.
         earlier = done - work if self.left.streams else 0.0
         waits = np.maximum(since, begin[:, None]) - earlier
         end: Floats = done[:, -1] + waits.max(axis=1)
         begins = np.maximum.accumulate(waits, axis=1) + done - work
-        return Trained(np.minimum(end, NEVER_S) + segment.fixed_s, begins, work)
+        last_s = np.minimum(last_tokens / rate, work[:, -1])
+        return Trained(np.minimum(end, NEVER_S) + segment.fixed_s, begins, work, last_s)
 
-    def _of_minibatch(self, nth: int, inferred_s: Floats, order: Ints) -> tuple[Floats, Floats]:
-        """By plan: when each lot of the minibatch is handed on, in that order, and the lots' tokens."""
-        left = self.left
+    def _of_minibatch(self, nth: int, inferred_s: Floats, order: Ints) -> tuple[Floats, Floats, Floats]:
+        """By plan: when each lot of the minibatch is handed on, in that order, the tokens that can be trained then, and
+        the last lot's own tokens."""
+        left, lots = self.left, self.left.lots
         if left.is_by_arrival:
             own = slice(left.until[nth - 1] if nth else 0, left.until[nth])
-            return inferred_s[:, own], left.lots.tokens[order[:, own]]
+            tokens = lots.tokens[order[:, own]]
+            return inferred_s[:, own], tokens, tokens[:, -1:].sum(axis=1)
         # Every row has the same number of the minibatch's lots, so that they make columns.
-        columns = np.nonzero(left.lots.minibatch[order] == nth)[1].reshape(len(order), -1)
+        columns = np.nonzero(lots.minibatch[order] == nth)[1].reshape(len(order), -1)
         rows = np.arange(len(order))[:, None]
-        return inferred_s[rows, columns], left.lots.tokens[order[rows, columns]]
+        nths = order[rows, columns]
+        return inferred_s[rows, columns], lots.due_tokens[nths], lots.tokens[nths][:, -1:].sum(axis=1)

@@ -94,7 +94,7 @@ class Foresight:
         if known is not None and not is_move:
             found = search(forecast, known, rounds=1)
             return replace(found, weighed=(alternative("the plan, improved", found, is_chosen=True),))
-        coarse = family(cluster, num_left, forecast.span_s)
+        coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
         begin = coarse if known is None else Plans.of(known, coarse)
         found = search(forecast, begin, rounds=self.rules.rounds)
         found = replace(found, weighed=(alternative(_told(found), found, is_chosen=True),))
@@ -170,7 +170,7 @@ class Foresight:
         cluster = forecast.cluster
         num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
         start_s = np.array([forecast.over_s(num_engines)])
-        return replace(waits, plan=replace(waits.plan, start_s=start_s))
+        return replace(waits, plan=replace(waits.plan, start_s=start_s, infer_s=None))
 
     def _lending_s(self, forecast: Forecast, plan: Plans) -> float:
         """The least gain of lending the trainer's GPUs. To end it, engines let go of the GPUs of the plan's next
@@ -222,12 +222,14 @@ def planned(situation: Situation, found: Found) -> TidePlan:
         PlannedStage(int(trainer), int(inference))
         for trainer, inference in zip(plan.trainer[0], plan.inference[0], strict=True)
     )
+    starts_s, infers_s = float(plan.start_s[0]), float(plan.infers_s[0])
     return TidePlan(
-        starts_at_ms=situation.now_ms + round(1000 * float(plan.start_s[0])),
+        starts_at_ms=situation.now_ms + round(1000 * starts_s),
         stages=stages,
         waits=plan.waits,
         ends_at_ms=situation.now_ms + round(1000 * min(found.end_s, FAR_S)),
         made_at_ms=situation.now_ms,
+        infers_at_ms=situation.now_ms + round(1000 * infers_s) if infers_s < starts_s else None,
     )
 
 
@@ -237,10 +239,12 @@ def of_memory(situation: Situation, memory: TideMemory, num_left: int) -> Plans 
     if plan is None or len(plan.stages) < num_left:
         return None
     stages = plan.stages[len(plan.stages) - num_left :]
+    infers_at_ms = plan.starts_at_ms if plan.infers_at_ms is None else plan.infers_at_ms
     return Plans(
         np.array([max(0.0, (plan.starts_at_ms - situation.now_ms) / 1000)]),
         np.array([[stage.num_trainer_gpus for stage in stages]]),
         np.array([[stage.num_inference_gpus for stage in stages]]),
+        infer_s=np.array([max(0.0, (infers_at_ms - situation.now_ms) / 1000)]),
     )
 
 

@@ -21,6 +21,7 @@ Order:
 Invariants:
 - The groups of a lot have all started, or all wait. [test_outlook: either_all_started_or_all_wait]
 - A group that the trainer took is in no lot. [test_outlook: every_group_that_is_not_taken]
+- In a fixed order a group can be trained once those before it can. [test_outlook: in_a_fixed_order_a_group_waits]
 - Groups that inference handed on come first, then complete groups. [test_outlook: handed_on_come_first]
 
 Assumptions:
@@ -86,11 +87,14 @@ class Lots:
     ended_tokens: of those that have ended.
     last_tokens: of the last response of each group.
     minibatch: the one that takes the lot, counted from the first that is not done, an open one included.
+    due_tokens: of the groups that the trainer can take once this lot is handed on. With `arrival` they are the lot's
+      own. In a fixed order the trainer takes groups by their numbers, and none before those that come before it.
     """
 
     starts: Floats
     steps: Floats
     tokens: Floats
+    due_tokens: Floats
     ended_tokens: Floats
     last_tokens: Floats
     is_ended: NDArray[np.bool_]
@@ -215,14 +219,18 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
     kinds = (group_starts[order] > 0, is_open[order], is_ready[order], minibatch[order])
     first = np.flatnonzero(_is_first(kinds, width))
     if not first.size:
-        none, no_bool = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Lots(none, none, none, none, none, no_bool, no_bool, np.zeros(0, dtype=np.int64)), (0,) * len(sizes)
+        none, no_bool, no_int = np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.int64)
+        return Lots(none, none, none, none, none, none, no_bool, no_bool, no_int), (0,) * len(sizes)
     end = np.maximum.reduceat(group_ends[order], first)
     start = np.minimum.reduceat(group_starts[order], first)
+    tokens = by_member.sum(axis=1)
+    tokens_of_lots = np.add.reduceat(tokens[order], first)
+    is_fixed = situation.spec.minibatch_order is MinibatchOrder.FIXED
     lots = Lots(
         starts=np.where(start > 0, start, -1.0),
         steps=end - start,
-        tokens=np.add.reduceat(by_member.sum(axis=1)[order], first),
+        tokens=tokens_of_lots,
+        due_tokens=_due_tokens(order, first, end, minibatch, tokens) if is_fixed else tokens_of_lots,
         ended_tokens=np.add.reduceat(ended[order], first),
         last_tokens=np.add.reduceat(last_tokens[order], first),
         is_ended=end <= 0,
@@ -230,6 +238,21 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
         minibatch=minibatch[order][first],
     )
     return lots, tuple(np.searchsorted(first, np.cumsum(sizes)).tolist())
+
+
+def _due_tokens(order: Ints, first: Ints, ends: Floats, minibatch: Ints, tokens: Floats) -> Floats:
+    """By lot: the tokens of the groups that wait for this lot last, of those with their number or a lower one."""
+    by_end = np.argsort(ends, kind="stable")
+    place = np.argsort(by_end, kind="stable")
+    lot = np.repeat(np.arange(first.size), np.diff(np.append(first, order.size)))
+    by_number = np.argsort(order)
+    groups: Ints = order[by_number]
+    until: Ints = place[lot[by_number]]
+    for nth in np.unique(minibatch[groups]):
+        own = minibatch[groups] == nth
+        until[own] = np.maximum.accumulate(until[own])
+    due: Floats = np.bincount(by_end[until], weights=tokens[groups], minlength=first.size).astype(np.float64)
+    return due
 
 
 def left_sizes(situation: Situation) -> tuple[int, ...]:
@@ -254,7 +277,9 @@ def _in_order(situation: Situation, starts: Floats, ends: Floats, minibatch: Int
     place = np.where(starts > 0, starts, ends)
     key[ready], place[ready] = -2.0, np.arange(ready.size)
     is_ready, is_taken = np.zeros(ends.size, dtype=np.bool_), np.zeros(ends.size, dtype=np.bool_)
-    is_ready[ready], is_taken[ready[: training.num_taken]] = True, True
+    is_fixed = situation.spec.minibatch_order is MinibatchOrder.FIXED
+    taken = (np.sort(ready) if is_fixed else ready)[: training.num_taken]
+    is_ready[ready], is_taken[taken] = True, True
     order = np.lexsort((place, minibatch, key))
     return order[~is_taken[order]], is_ready
 

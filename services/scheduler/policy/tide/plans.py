@@ -2,7 +2,7 @@
 
 Each round forecasts all neighbours of the best plan at once and takes the best of them. A neighbour differs in one of
 
-- the time at which the trainer starts;
+- the time at which the trainer starts, or inference ahead of it;
 - the GPUs of one minibatch;
 - GPUs that one of the next two minibatches takes from inference, or gives to it;
 - the GPUs of one minibatch and all later ones alike. This makes long plans searchable: a change of a single minibatch
@@ -10,6 +10,9 @@ Each round forecasts all neighbours of the best plan at once and takes the best 
 
 Without a remembered plan the search begins at the best of a coarse family. A plan of it has a start, and a first and a
 last number of trainer GPUs. The steps between the two are geometric, because a trainer's rate is a power of its GPUs.
+
+In a fixed order the trainer waits for the lowest number, so that it has little to do until the rollout's tail. There
+the family also has plans that start it late, and inference ahead of it.
 
     score = end_s + SLACK_WEIGHT * max(0, others_s - SLACK_AFTER * end_s)     seconds, to be low
     end_s       end of the iteration
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -43,6 +47,13 @@ FAMILY_FIRST = (0.12, 0.2, 0.3, 0.5)
 FAMILY_LAST = (0.6, 0.8, 0.95)
 FAMILY_INFERENCE = 0.1
 """Shares of all GPUs: the trainer's in the first and in the last minibatch, and those of inference."""
+LATE_STARTS = ((0.4, 0.7), (0.55, 0.8), (0.55, 1.0), (0.7, 1.0))
+LATE_FIRST = (0.12, 0.3, 0.55)
+LATE_INFERENCE = (0.2, 0.3, 0.4)
+LATE_LAST = 0.9
+"""Plans that start late: when inference and the trainer get GPUs, as shares of the rollout's time; shares of all GPUs
+for the trainer and for inference in the first minibatch, and for the trainer in the others. A coarse grid from the
+middle of the rollout to its end: the neighbours are searched from there."""
 
 LEAST_GAIN_S = 0.05
 """A round that gains less ends the search: a forecast is no more exact than that."""
@@ -74,7 +85,9 @@ def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
     begin = not_before(begin, earliest_s)
     plan = begin if begin.count == 1 else best_of(forecast, begin).plan
     for _ in range(rounds):
-        around = not_before(neighbours(plan, forecast.cluster, forecast.span_s), earliest_s)
+        around = not_before(
+            neighbours(plan, forecast.cluster, forecast.span_s, infers_ahead=forecast.infers_ahead), earliest_s
+        )
         found, better = _first_and_best(forecast, Plans.of(plan, around))
         if not better.score_s < found.score_s - LEAST_GAIN_S:
             return found
@@ -96,12 +109,13 @@ def earliest_start_s(forecast: Forecast) -> float:
 
 def not_before(plans: Plans, earliest_s: float) -> Plans:
     """Puts off earlier starts: a trainer that has GPUs before it has a group only waits."""
-    return replace(plans, start_s=np.maximum(plans.start_s, earliest_s))
+    start_s, infer_s = np.maximum(plans.start_s, earliest_s), np.maximum(plans.infers_s, earliest_s)
+    return replace(plans, start_s=start_s, infer_s=infer_s)
 
 
-def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
+def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahead: bool = False) -> Plans:
     """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU.
-    `span_s`: seconds that the rollout still takes."""
+    `span_s`: seconds that the rollout still takes. `infers_ahead`: plans that start late are among them."""
     starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
@@ -114,19 +128,41 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
         stays = np.full((1, num_minibatches), cluster.num_trainer_gpus)
         infers = np.full((1, num_minibatches), cluster.num_inference_gpus)
         plans = Plans.of(Plans(np.zeros(1), stays, infers), plans)
+    if infers_ahead:
+        plans = Plans.of(plans, _late(cluster, num_minibatches, span_s))
     return legal(plans, cluster)
 
 
-def neighbours(plan: Plans, cluster: Cluster, span_s: float) -> Plans:
-    """The neighbours of one plan, without itself. `span_s`: seconds that the rollout still takes."""
-    changes = list(_changes(plan.trainer.shape[1], cluster, span_s))
+def _late(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
+    """Plans whose trainer starts in the rollout's tail or after it, and inference ahead of the trainer."""
+    rows = list(product(LATE_STARTS, LATE_INFERENCE, LATE_FIRST))
+    last = [LATE_LAST] * (num_minibatches - 1)
+    trainer = np.array([[first, *last] for _, _, first in rows])
+    inference = np.array([[share, *[FAMILY_INFERENCE] * len(last)] for _, share, _ in rows])
+    infer_s, start_s = span_s * np.array([starts for starts, _, _ in rows]).T
+    in_trainer, in_inference = (np.round(each * cluster.num_gpus).astype(np.int64) for each in (trainer, inference))
+    return Plans(start_s, in_trainer, in_inference, infer_s=infer_s)
+
+
+def neighbours(plan: Plans, cluster: Cluster, span_s: float, *, infers_ahead: bool = False) -> Plans:
+    """The neighbours of one plan, without itself. `span_s`: seconds that the rollout still takes. `infers_ahead`: some
+    differ in when inference starts alone."""
+    changes = list(_changes(plan.trainer.shape[1], cluster, span_s, infers_ahead=infers_ahead))
     start = plan.start_s + np.array([change[0] for change in changes])
-    trainer = plan.trainer + np.array([change[1] for change in changes], dtype=np.int64)
-    inference = plan.inference + np.array([change[2] for change in changes], dtype=np.int64)
-    around = legal(Plans(start, trainer, inference, plan.waits), cluster)
-    same = (around.start_s == plan.start_s) & (around.trainer == plan.trainer).all(axis=1)
+    infer = plan.infers_s + np.array([change[1] for change in changes])
+    trainer = plan.trainer + np.array([change[2] for change in changes], dtype=np.int64)
+    inference = plan.inference + np.array([change[3] for change in changes], dtype=np.int64)
+    around = legal(Plans(start, trainer, inference, plan.waits, infer), cluster)
+    same = (around.start_s == plan.start_s) & (around.infers_s == plan.infers_s)
+    same &= (around.trainer == plan.trainer).all(axis=1)
     different = ~(same & (around.inference == plan.inference).all(axis=1))
-    return Plans(around.start_s[different], around.trainer[different], around.inference[different], plan.waits)
+    return Plans(
+        around.start_s[different],
+        around.trainer[different],
+        around.inference[different],
+        plan.waits,
+        around.infers_s[different],
+    )
 
 
 def legal(plans: Plans, cluster: Cluster) -> Plans:
@@ -136,7 +172,7 @@ def legal(plans: Plans, cluster: Cluster) -> Plans:
     most = max(fewest, (cluster.num_gpus - least) // cluster.unit_size)
     trainer = np.clip(plans.trainer // cluster.unit_size, fewest, most) * cluster.unit_size
     inference = np.clip(plans.inference, least, np.maximum(cluster.num_gpus - trainer, least))
-    return Plans(np.maximum(plans.start_s, 0.0), trainer, inference, plans.waits)
+    return Plans(np.maximum(plans.start_s, 0.0), trainer, inference, plans.waits, np.maximum(plans.infers_s, 0.0))
 
 
 def _inference_step(cluster: Cluster) -> int:
@@ -145,30 +181,36 @@ def _inference_step(cluster: Cluster) -> int:
     return max(1, round(cluster.num_gpus / 32 / cluster.engine_size) * cluster.engine_size)
 
 
-def _changes(num: int, cluster: Cluster, span_s: float) -> Iterator[tuple[float, Ints, Ints]]:
-    """Changes of a plan: of the start in seconds, and by minibatch of the trainer's and of inference's GPUs."""
+def _changes(
+    num: int, cluster: Cluster, span_s: float, *, infers_ahead: bool
+) -> Iterator[tuple[float, float, Ints, Ints]]:
+    """Changes of a plan: of the trainer's and of inference's start in seconds, and by minibatch of their GPUs."""
     none, here = np.zeros(num, dtype=np.int64), np.arange(num)
     units = [step * cluster.unit_size for step in _steps(cluster)]
     if not cluster.is_open and not cluster.num_trainer_gpus:
         for share in START_STEPS:
             for sign in (-1, 1):
-                yield sign * share * span_s, none, none
-                yield sign * share * span_s, np.where(here == 0, sign * units[0], 0), none
+                by_s = sign * share * span_s
+                yield by_s, by_s, none, none
+                yield by_s, by_s, np.where(here == 0, sign * units[0], 0), none
+                if infers_ahead:
+                    yield by_s, 0.0, none, none
+                    yield 0.0, by_s, none, none
     for at in range(num):
         for step in units if at < 3 else units[-2:]:
             for sign in (-1, 1):
-                yield 0.0, np.where(here == at, sign * step, 0), none
+                yield 0.0, 0.0, np.where(here == at, sign * step, 0), none
                 if at < num - 1:
-                    yield 0.0, np.where(here >= at, sign * step, 0), none
+                    yield 0.0, 0.0, np.where(here >= at, sign * step, 0), none
         for times in (1, 3) if at < 2 else (1,):
             for sign in (-1, 1):
-                yield 0.0, none, np.where(here == at, sign * times * _inference_step(cluster), 0)
+                yield 0.0, 0.0, none, np.where(here == at, sign * times * _inference_step(cluster), 0)
     for at in range(min(num, 2)):
         for sign in (-1, 1):
             change = np.where(here == at, sign * max(cluster.unit_size, _inference_step(cluster)), 0)
-            yield 0.0, change, -change
+            yield 0.0, 0.0, change, -change
     for sign in (-1, 1):
-        yield 0.0, none, none + sign * _inference_step(cluster)
+        yield 0.0, 0.0, none, none + sign * _inference_step(cluster)
 
 
 def _steps(cluster: Cluster) -> tuple[int, ...]:

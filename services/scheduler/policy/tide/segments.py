@@ -47,7 +47,8 @@ class Segment:
     train_after_s, infer_after_s: seconds of switching before the trainer, or inference, works.
     minibatch: the one that is trained; None: the segment ends after `train_after_s`.
     fixed_s: seconds of a minibatch that no GPU makes shorter.
-    is_cut: the segment ends when the rollout is over, at the latest. A minibatch is not cut in its last lot.
+    is_cut: the segment ends when the rollout is over, at the latest. A minibatch is not cut in the groups of its last
+      lot.
     """
 
     engines: Floats
@@ -62,16 +63,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trained:
-    """When a segment's minibatch ends, by plan; when its lots begin and how long they take, by plan and lot."""
+    """When a segment's minibatch ends, by plan; when its lots begin and how long they take, by plan and lot.
+
+    last_s: by plan, how long the groups of the last lot take. In a fixed order others wait for them, and come before.
+    """
 
     end_s: Floats
     begins_s: Floats
     work_s: Floats
+    last_s: Floats
 
     @property
     def last_begins_s(self) -> Floats | float:
         """-inf where no lot is left: the update alone cannot be cut."""
-        return self.begins_s[:, -1] if self.begins_s.shape[1] else -np.inf
+        if not self.begins_s.shape[1]:
+            return -np.inf
+        begins_s: Floats = self.begins_s[:, -1] + (self.work_s[:, -1] - self.last_s)
+        return begins_s
 
     def seconds_until(self, at_s: Floats) -> Floats:
         """Seconds of work that are done at this time."""

@@ -5,7 +5,8 @@ An iteration:
    at home. The order of prompts feeds the trainer early and leaves no long tail (`opening_order`).
 2. While the trainer has no GPUs, its plan is improved whenever it has aged. A plan says when the trainer gets GPUs, and
    how many GPUs train and infer during each minibatch.
-3. When the planned start has come, the first minibatch's GPUs move.
+3. When the planned start has come, the first minibatch's GPUs move. In a fixed order inference may get its GPUs
+   earlier: the trainer waits for the lowest number, and inference does not.
 4. When a minibatch's last group has been taken, its end is known. Before that end, by the time that engines need to let
    go, the plan is searched again, and the next minibatch's GPUs move.
 5. Before the last minibatch the trainer lends its GPUs to the engines where that pays. It starts once more when its
@@ -116,7 +117,7 @@ class TidePolicy:
             return replace(_chosen(situation, home, memory, reason, order=order), alternatives=found.weighed)
         memory = replace(memory, plan=planned(situation, found))
         reason = f"every GPU generates; {_described(situation, memory)}"
-        ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
+        ask_in_s = max(_moves_in_s(situation, assigned, memory), SOON_S)
         choice = _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
         return replace(choice, alternatives=found.weighed)
 
@@ -156,9 +157,22 @@ class TidePolicy:
         if is_due and (starts_in_s <= SOON_S or not situation.num_unfinished):
             choice = self._moved(situation, assigned, memory, there, "the trainer starts")
             return replace(choice, alternatives=weighed)
-        reason = _described(situation, memory)
-        choice = _chosen(situation, assigned, memory, reason, ask_in_s=max(starts_in_s, SOON_S))
+        if _moves_in_s(situation, assigned, memory) <= min(SOON_S, starts_in_s - SOON_S):
+            return replace(self._inferred_ahead(situation, assigned, memory, there), alternatives=weighed)
+        ask_in_s = max(_moves_in_s(situation, assigned, memory), SOON_S)
+        choice = _chosen(situation, assigned, memory, _described(situation, memory), ask_in_s=ask_in_s)
         return replace(choice, alternatives=weighed)
+
+    def _inferred_ahead(
+        self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
+    ) -> Choice:
+        """The choice that gives inference its GPUs ahead of the trainer. It keeps them until the trainer starts."""
+        assert memory.plan is not None, "only what is planned is carried out"
+        split = _without_trainer(situation, memory.plan.stages[0].num_inference_gpus, len(there))
+        assigned = seated(situation, split, before, there)
+        reason = f"inference starts; {_described(situation, memory)}"
+        ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
+        return _chosen(situation, assigned, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
 
     def _planned(
         self,
@@ -358,6 +372,16 @@ def _is_due(situation: Situation, memory: TideMemory) -> bool:
 def _starts_in_s(situation: Situation, memory: TideMemory) -> float:
     assert memory.plan is not None, "asked once it is planned"
     return (memory.plan.starts_at_ms - situation.now_ms) / 1000
+
+
+def _moves_in_s(situation: Situation, assigned: Assignment, memory: TideMemory) -> float:
+    """Seconds until the plan's next move: that of inference ahead of the trainer, or the trainer's start."""
+    starts_in_s = _starts_in_s(situation, memory)
+    assert memory.plan is not None, "asked once it is planned"
+    is_ahead = not assigned.inference and not situation.is_inferred and situation.num_unfinished
+    if memory.plan.infers_at_ms is None or not is_ahead:
+        return starts_in_s
+    return min(starts_in_s, (memory.plan.infers_at_ms - situation.now_ms) / 1000)
 
 
 def _coming(situation: Situation) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from services.scheduler.policy.tide.outlook import GRID, left_sizes, outlook, st
 from services.scheduler.state.observed import Floats
 from services.scheduler.state.remembered import as_configured
 from tests.unit.scheduler.situations import ending, generation, job, seen
+from tidegate.types import MinibatchOrder
 
 SPEC = job(actor=2, rollout=4, inference=2, prompts=24, group_size=2, minibatches=3)
 
@@ -65,6 +67,21 @@ def test_lots_hold_every_group_that_is_not_taken() -> None:
     assert found.lots.tokens.sum() == pytest.approx(final.reshape(-1, 2).sum(axis=1)[5:].sum(), rel=0.2)
     assert found.until[-1] == found.lots.tokens.size
     assert found.lots.is_handed_on.sum() == 24 - 10 - 5
+
+
+def test_in_a_fixed_order_a_group_waits_for_all_that_come_before_it() -> None:
+    spec = replace(SPEC, minibatch_order=MinibatchOrder.FIXED)
+    lengths, places = ending(spec, num_engines=4, num_unfinished=48, num_unsubmitted=0, length=100)
+    picture = generation(spec, as_configured(spec).engines, lengths=lengths, places=places)
+    left = np.repeat(np.arange(24) * 10.0 + 10, 2)
+    left[:2] = 900.0
+    lots = outlook(seen(spec, as_configured(spec), picture=picture), 100 + left, num_slots=100).lots
+    tokens = (100 + left).reshape(-1, 2).sum(axis=1)
+    waits = lots.minibatch == 0
+    want = np.where(np.arange(8) == lots.steps[waits].argmax(), tokens[:8].sum(), 0.0)
+    assert lots.due_tokens[waits] == pytest.approx(want)
+    assert lots.due_tokens[~waits] == pytest.approx(lots.tokens[~waits])
+    assert lots.due_tokens.sum() == pytest.approx(lots.tokens.sum())
 
 
 def test_the_groups_of_a_lot_either_all_started_or_all_wait() -> None:

@@ -168,6 +168,25 @@ def test_the_trainer_starts_when_its_plan_says() -> None:
     assert assigned.inference
 
 
+def test_in_a_fixed_order_inference_may_get_its_gpus_ahead_of_the_trainer_and_keeps_them() -> None:
+    opened = POLICY.choose(opening(replace(SPEC, minibatch_order=MinibatchOrder.FIXED)))
+    memory = memory_of(opened)
+    assert memory.plan is not None
+    plan = replace(memory.plan, starts_at_ms=90_000, infers_at_ms=40_000, ends_at_ms=600_000, made_at_ms=38_900)
+    before = replace(after(opened), own=replace(memory, plan=plan))
+    spec = replace(SPEC, minibatch_order=MinibatchOrder.FIXED)
+    early = seen(spec, opened.assignment, num_unfinished=64, measured=RATES, remembered=before, now_ms=39_000)
+    assert POLICY.choose(early).assignment == opened.assignment
+    at = seen(spec, opened.assignment, num_unfinished=64, measured=RATES, remembered=before, now_ms=40_001)
+    ahead = POLICY.choose(at)
+    # Whole engines leave, so that inference may get a GPU more.
+    assert len(ahead.assignment.inference) - plan.stages[0].num_inference_gpus in (0, 1)
+    assert ahead.assignment.trainer is None
+    assert not ahead.trains
+    later = seen(spec, ahead.assignment, num_unfinished=64, measured=RATES, remembered=after(ahead), now_ms=42_000)
+    assert POLICY.choose(later).assignment == ahead.assignment
+
+
 def test_while_a_minibatch_is_open_nothing_moves() -> None:
     assigned, remembered = begun()
     choice = POLICY.choose(training(0, closes_at_ms=None, remembered=remembered))
