@@ -2,9 +2,6 @@
 
 What the store has lost is rebuilt as the shell does it: ownership from the gates under a larger term, the state from
 the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone.
-
-The store's clock may be set back meanwhile. Set forth it would be time in which nothing happens, for which a job may
-fail; the scheduler's clock leaves such a jump out.
 """
 
 from __future__ import annotations
@@ -22,20 +19,16 @@ from tests.unit.scheduler.fake_parts import spec
 from tests.unit.scheduler.lost_store import Saved, lose_store
 
 MAX_LOSSES = 3
-MAX_STEP_S = 300
 run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
 loss = st.tuples(st.sampled_from(["lose store", "save store", "older store", "copied state"]), st.just(0))
-
-
-clock_step = st.tuples(st.just("step the clock"), st.integers(-MAX_STEP_S, 0))
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
     """Events, and up to `MAX_LOSSES` losses of the store among them, each somewhere after some progress. Some have
-    deaths or steps of the clock too."""
+    deaths too."""
     steps = draw(st.lists(ordinary, max_size=30))
-    blows = [each for each in (blow, clock_step) if draw(st.booleans())]
+    blows = [blow] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, MAX_LOSSES))):
         where = draw(st.integers(0, len(steps)))
         steps[where:where] = [draw(run_on), *map(draw, blows), draw(loss), ("restart", 0)]
@@ -57,8 +50,6 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
                 lose_store(drive, saved)
             case "copied state":
                 lose_store(drive, saved, is_empty=True)
-            case "step the clock":
-                drive.now_ms += number * 1000
             case _:
                 happen(drive, what, number)
     drive.run()

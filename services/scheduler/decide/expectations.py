@@ -115,6 +115,12 @@ def next_due_ms(state: ClusterState) -> int | None:
     return min(dues if state.ask_at_ms is None else [*dues, state.ask_at_ms], default=None)
 
 
+def last_noted_ms(state: ClusterState) -> int:
+    """The latest time that the state has noted as past. 0: none."""
+    absent = (each.since_ms for each in state.absent.values() if each.since_ms is not None)
+    return max([0, *(each.issued_ms for each in state.expectations.values()), *absent])
+
+
 def key_of(command: cmd.Command) -> str:
     """An issued command's id without the number of its attempt."""
     return str(cmd.command_id(command)).rpartition("/a")[0]

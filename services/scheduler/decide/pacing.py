@@ -7,7 +7,6 @@ Invariants:
 - A command's deadline, or the time that a policy asked for, is never delayed. [test_pacing: delays_no_other_decision]
 - Progress alone leads to at most one decision in `decide_every_ms`, however often components report.
   [test_pacing: progress_alone_waits]
-- A clock that goes back delays none. [test_pacing: whose_clock_went_back]
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Pace:
 
     def next_decision_ms(self, state: ClusterState, now_ms: int) -> int:
         """The time of the next decision if only progress comes before it."""
-        # A last decision in the future: the store's clock went back.
-        if self.has_news or self.decided_ms is None or self.decided_ms > now_ms:
+        if self.has_news or self.decided_ms is None:
             return now_ms
         due_ms, paced_ms = next_due_ms(state), self.decided_ms + self.decide_every_ms
         return paced_ms if due_ms is None else min(due_ms, paced_ms)

@@ -2,8 +2,7 @@
 
 1. Fold: fold the new events into the state (`evolve`). After the loss of a state, first fold the events that it had
    seen (`recovered`).
-2. Look: fold the store's ownership records like an event. Where the store's clock went back, put the state's times
-   right (`seen_at`).
+2. Look: fold the store's ownership records like an event.
 3. Decide, where a decision is due.
 4. Note: write the decision into the state.
 
@@ -26,7 +25,6 @@ from itertools import pairwise
 from services.scheduler.decide.decision import Decision, Propose, after_decision, decide
 from services.scheduler.decide.pacing import Pace
 from services.scheduler.decide.proposals import proposal_of
-from services.scheduler.evolve.clock import seen_at
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.evolve.recovering import recovered
 from services.scheduler.policy import Policy
@@ -105,8 +103,6 @@ def finish(
     if observed is not None:
         event = ev.Event(job=begun.before.job, source="scheduler", boot=0, sequence=0, body=observed)
         states = (*states, evolve(begun.after, event))
-    if (seen := seen_at(states[-1], now_ms)) is not states[-1]:
-        states = (*states, seen)
     if pace is not None and not pace.is_due(begun.before, states[-1], now_ms):
         return Turn(states)
     decision = decide(states[-1], now_ms, policy=policy, propose=propose)

@@ -43,6 +43,7 @@ import structlog
 
 from services.scheduler.decide.chronicle import Chronicle, Line, chronicle
 from services.scheduler.decide.decision import Decision
+from services.scheduler.decide.expectations import last_noted_ms
 from services.scheduler.decide.pacing import Pace
 from services.scheduler.decide.turn import Turn, begin, checked, finish
 from services.scheduler.policy import Policy
@@ -282,6 +283,7 @@ class SchedulerService:
         if copy is not None and copy.through > state.applied_seq:
             self._log.warning("the store lost the state", applied_seq=state.applied_seq, copied_seq=copy.through)
             state = decode_state(copy.state)
+        self._clock.goes_on_from(last_noted_ms(state))
         self._missed = await self._lost(state, until=acknowledged)
         self._show(state)
         return state

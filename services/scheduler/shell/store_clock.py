@@ -3,8 +3,9 @@
 - Between two reads it goes on by this machine's monotonic clock. That says whether a decision may be due; the decision
   itself has the time of its own read.
 - A read that is further than JUMP_MS from that shows a jump: the store's clock was set, or this machine slept. From
-  then on the jump is left out, so no deadline comes early or late by it. A scheduler that starts later does not know
-  it: for a clock that went back there is `evolve.clock`.
+  then on the jump is left out, so no deadline comes early or late by it.
+- A scheduler that starts later goes on from the latest time in the state, where the store's clock is behind that. A
+  clock that was set forth it takes as it is.
 
 Leases go by the store's own clock: an instance that lost its lease by a jump joins again.
 """
@@ -33,8 +34,13 @@ class StoreClock:
         self._store = store
         self._monotonic_s = monotonic_s
         self._read: tuple[int, float] | None = None
+        self._earliest_ms = 0
         self._left_out_ms = 0
         self._log = structlog.get_logger("clock")
+
+    def goes_on_from(self, noted_ms: int) -> None:
+        """Before the first read: the latest time that an earlier scheduler has noted."""
+        self._earliest_ms = noted_ms
 
     async def now_ms(self) -> int:
         """The time of the last read, and what has passed here since. The first call reads."""
@@ -45,7 +51,8 @@ class StoreClock:
 
     def was_read(self, store_ms: int) -> int:
         now_ms = store_ms - self._left_out_ms
-        if self._read is not None and abs(jump_ms := now_ms - self._gone_on(self._read)) > JUMP_MS:
+        expected_ms = max(now_ms, self._earliest_ms) if self._read is None else self._gone_on(self._read)
+        if abs(jump_ms := now_ms - expected_ms) > JUMP_MS:
             self._log.warning("the store's clock has jumped", by_s=jump_ms / 1000)
             self._left_out_ms += jump_ms
             now_ms -= jump_ms

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from services.scheduler.decide.expectations import last_noted_ms
 from services.scheduler.shell.store_clock import JUMP_MS, StoreClock
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import Absence
+from tests.unit.scheduler.drive import booted
+from tests.unit.scheduler.fake_cluster import FakeCluster
+from tests.unit.scheduler.fake_parts import JOB, gpu, spec
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
+from tidegate.types import Token
 
 START_MS = 1_000_000
 
@@ -53,3 +62,24 @@ async def test_a_jump_is_left_out_from_then_on(jump_ms: int) -> None:
     assert await machine.clock.read_ms() == START_MS + 30
     machine.server.pass_ms(-jump_ms)
     assert await machine.clock.read_ms() == START_MS + 30
+
+
+@pytest.mark.parametrize("noted_ms", [START_MS + 3_600_000, START_MS - 3_600_000, START_MS + JUMP_MS])
+async def test_a_scheduler_that_starts_after_the_clock_went_back_goes_on_from_the_latest_time_in_the_state(
+    noted_ms: int,
+) -> None:
+    machine = await Machine.started()
+    machine.clock.goes_on_from(noted_ms)
+    begin_ms = noted_ms if noted_ms > START_MS + JUMP_MS else START_MS
+    assert await machine.clock.now_ms() == begin_ms
+    machine.pass_ms(30)
+    assert await machine.clock.read_ms() == begin_ms + 30
+
+
+def test_the_latest_time_in_a_state_is_that_of_its_last_command_or_absence() -> None:
+    assert last_noted_ms(ClusterState(job=JOB)) == 0
+    waiting = booted(FakeCluster(spec())).run_until(lambda state: bool(state.expectations))
+    issued_ms = max(each.issued_ms for each in waiting.expectations.values())
+    assert last_noted_ms(waiting) == issued_ms
+    absent = {gpu("n1", 1): Absence(Token(1, 5), issued_ms + 7), gpu("n1", 2): Absence(Token(1, 5), None)}
+    assert last_noted_ms(replace(waiting, absent=absent)) == issued_ms + 7
