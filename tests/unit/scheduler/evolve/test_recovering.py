@@ -92,6 +92,23 @@ def test_restarts_before_the_state_was_lost_are_known_from_later_events() -> Non
     assert drive.run().phase is Phase.FINISHED
 
 
+def test_a_late_failure_ends_no_job_whose_state_was_lost_after_it() -> None:
+    drive = after_two_iterations()
+    drive.cluster.keeps_state = False
+    drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
+    drive.run_until(lambda state: state.incarnation == 2 and state.next_iteration == 3 and state.iteration is not None)
+    lead = drive.state.components[Role.ROLLOUT].lead
+    assert lead is not None
+    drive.cluster.voice.fail_component(lead.instance, "a late word", fatal=True, incarnation=1)
+    late, missed = drive.cluster.outbox.pop(), history(drive)
+    # It came before all reports of the later incarnation.
+    at = next(number for number, event in enumerate(missed) if event.incarnation == 2)
+
+    state = recovered(ClusterState(job=JOB), [*missed[:at], late, *missed[at:]])
+
+    assert (state.phase, state.incarnation) == (Phase.STARTING, 3)
+
+
 def test_a_wish_outlives_the_end_of_a_suspension_that_the_lost_state_had_planned() -> None:
     drive = after_two_iterations()
     state = recovered(ClusterState(job=JOB), history(drive))
