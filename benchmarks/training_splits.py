@@ -1,8 +1,8 @@
 """The best fixed splits of a training's GPUs, strict and asynchronous, and what changing them between iterations gains.
 
 A search climbs: from a split it goes to the fastest neighbour, until none is faster. A neighbour of a strict split has
-one copy of the trainer more or less, inference GPUs for an engine more or less, both of them the opposite way, or
-another order of prompts.
+one copy of the trainer more or less, or inference GPUs for one engine more or less. It may have more of the one and
+less of the other, or another order of prompts.
 
 A strict split learns nothing, so its iterations are simulated one by one. An asynchronous one is simulated over
 `WINDOW` iterations, of which the first does not count: the rollout fills.

@@ -72,7 +72,7 @@ def measure(device: str, report: PartReport) -> None:
         options = further_options(os.environ.get("SGLANG_OPTIONS", ""))
         try:
             measure_with(Path(python or sys.executable), SIZES[device], device, Path(folder), report, options=options)
-        except BaseException:
+        except Exception:
             _print_log(Path(folder) / LOG_NAME)
             raise
 

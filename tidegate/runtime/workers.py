@@ -230,10 +230,7 @@ class LocalWorkers:
     async def _stop(self, grant: Grant) -> None:
         async with self._locks[grant.gpu]:
             worker = self._workers.get(grant.gpu)
-            is_meant = (
-                worker is not None and worker.grant.stands_by == grant.stands_by and worker.grant.token <= grant.token
-            )
-            if worker is None or not is_meant:
+            if worker is None or worker.grant.stands_by != grant.stands_by or worker.grant.token > grant.token:
                 return
             has_left = await worker.stop(timeout_s=self._home.stop_timeout_s)
             if not grant.stands_by:

@@ -20,7 +20,7 @@ import structlog
 from tidegate.ports.store import Leases
 
 JUMP_MS = 5_000
-"""Longer than an answer of the store is under way, and shorter than any deadline."""
+"""Longer than an answer of the store is under way. A smaller jump moves a deadline by as much."""
 
 
 def _loop_time_s() -> float:
