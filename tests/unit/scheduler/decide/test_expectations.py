@@ -17,9 +17,12 @@ from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import ClusterState, Phase
+from services.scheduler.state.issued import Expectation
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB, spec
+from tests.unit.scheduler.lost_store import lose_store
+from tests.unit.scheduler.open_iteration import iterating
 from tidegate.types import Role
 
 
@@ -81,6 +84,23 @@ def test_a_command_that_is_never_done_fails_the_job_with_its_name_and_attempts(c
     assert isinstance(commands[-1], cmd.StopJob)
     assert f"ScaleUp of the actor was asked {want_issues} times without effect" in state.message
     assert (state.phase, state.outcome) == (Phase.STOPPING, Phase.FAILED)
+
+
+def test_no_clear_that_a_lead_took_fails_the_job_before_the_gate_tells() -> None:
+    drive = iterating()
+    lose_store(drive, None)
+    state = drive.run_until(lambda state: bool(_clears(state)))
+    while max(each.num_issued for each in _clears(state)) <= MAX_ISSUES:
+        state = accepted(state, sequence=len(state.expectations))
+        due_ms = next_due_ms(state)
+        assert due_ms is not None
+        state, commands = decided(state, due_ms)
+
+        assert not any(isinstance(each, cmd.StopJob) for each in commands)
+
+
+def _clears(state: ClusterState) -> list[Expectation]:
+    return [each for each in state.expectations.values() if "/clear/" in each.key]
 
 
 def test_a_command_that_a_lead_took_has_until_its_own_deadline() -> None:
