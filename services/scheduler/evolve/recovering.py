@@ -10,7 +10,8 @@ Invariants:
 - The new incarnation is above the incarnation of every event. [test_recovering: restarts_before_the_state_was_lost]
 - No component works afterwards, so the scheduler queries the gates of its GPUs.
   [test_recovering: made_again_up_to_the_last_checkpoint]
-- A failure that came too late to end the job does not end it now. [test_recovering: late_failure_ends_no_job]
+- A fatal failure that is read again ends no job. It may have come too late to end it, which the lost state alone knew.
+  A cause that remains fails the job again. [test_recovering: failure_that_is_read_again_ends_no_job]
 - A job that was ending still ends. [test_recovering: was_ending_still_ends]
 """
 
@@ -33,7 +34,7 @@ def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
     """The state after `missed`: events after `state.applied_seq` that only the lost state had folded."""
     highest = max([state.incarnation, *(event.incarnation for event in missed)])
     for event in missed:
-        state = _replay(state, event, highest)
+        state = _replay(state, event)
     if state.spec is None:
         return state
     state = replace(state, components=all_down(state), expectations={}, version=state.version + 1)
@@ -47,24 +48,18 @@ def recovered(state: ClusterState, missed: Sequence[ev.Event]) -> ClusterState:
     return replace(state, phase=Phase.STARTING, message=message)
 
 
-def _replay(state: ClusterState, event: ev.Event, highest: int) -> ClusterState:
-    """`highest`: the highest incarnation of all events that were missed."""
+def _replay(state: ClusterState, event: ev.Event) -> ClusterState:
     if state.spec is not None and role_of_instance(event.source) and event.incarnation > state.incarnation:
         # The actor restarted. The decision to restart it was in the lost state alone.
         num_restarts = state.num_restarts + event.incarnation - state.incarnation
         state = replace(next_incarnation(state, incarnation=event.incarnation), num_restarts=num_restarts)
-    if _is_rank_death(event) or _came_late(event, highest):
+    if _is_rank_death(event) or (isinstance(event.body, ev.Failed) and event.body.fatal):
         return replace(state, applied_seq=event.stream_sequence or state.applied_seq)
     state = evolve(_opened(state, event), event)
     iteration = state.iteration
     if iteration is None or not iteration.is_accounted:
         return state
     return iterations.advance(replace(state, iteration=replace(iteration, closed=tuple(Role))))
-
-
-def _came_late(event: ev.Event, highest: int) -> bool:
-    """A failure that ended the job has no later incarnation. The lost state knew that the instance led no more."""
-    return isinstance(event.body, ev.Failed) and event.body.fatal and event.incarnation < highest
 
 
 def _is_rank_death(event: ev.Event) -> bool:

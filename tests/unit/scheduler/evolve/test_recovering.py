@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.evolve.recovering import recovered
 from services.scheduler.state import events as ev
@@ -92,19 +94,18 @@ def test_restarts_before_the_state_was_lost_are_known_from_later_events() -> Non
     assert drive.run().phase is Phase.FINISHED
 
 
-def test_a_late_failure_ends_no_job_whose_state_was_lost_after_it() -> None:
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_a_fatal_failure_that_is_read_again_ends_no_job(incarnation: int) -> None:
     drive = after_two_iterations()
     drive.cluster.keeps_state = False
     drive.cluster.kill_worker(drive.cluster.job_spec.placement[Role.ACTOR].gpus[0])
     drive.run_until(lambda state: state.incarnation == 2 and state.next_iteration == 3 and state.iteration is not None)
     lead = drive.state.components[Role.ROLLOUT].lead
     assert lead is not None
-    drive.cluster.voice.fail_component(lead.instance, "a late word", fatal=True, incarnation=1)
-    late, missed = drive.cluster.outbox.pop(), history(drive)
-    # It came before all reports of the later incarnation.
-    at = next(number for number, event in enumerate(missed) if event.incarnation == 2)
+    drive.cluster.voice.fail_component(lead.instance, "a late word", fatal=True, incarnation=incarnation)
+    late = drive.cluster.outbox.pop()
 
-    state = recovered(ClusterState(job=JOB), [*missed[:at], late, *missed[at:]])
+    state = recovered(ClusterState(job=JOB), [*history(drive), late])
 
     assert (state.phase, state.incarnation) == (Phase.STARTING, 3)
 
