@@ -28,6 +28,7 @@ from services.rollout.engine import (
     Response,
     SamplingParams,
     VersionSpan,
+    WeightsRefused,
 )
 from services.rollout.engines import start_engine, starts_asleep
 from tidegate.codec import decode_sample_id, encode_sample_id
@@ -143,7 +144,7 @@ class EngineWorker:
         try:
             files = StateFiles(Path(shards.folder), dict(zip(shards.files, shards.checksums, strict=True)))
             engine.update_weights(shards.version, files.read_whole(parameters))
-        except FileCorrupt as error:
+        except (FileCorrupt, WeightsRefused) as error:
             raise CallRefused(str(error)) from error
         return Answer(call.call_id, wire.LoadedWeights(version=shards.version, checksum=files.checksum))
 

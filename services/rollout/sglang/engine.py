@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +65,13 @@ from services.rollout.sglang.replies import (
     num_lost_tokens,
 )
 from services.rollout.sglang.server import TOKENS_A_MESSAGE, ServerSettings, SglangServer
-from services.rollout.sglang.weights import WeightSet, weight_set
+from services.rollout.sglang.weights import held_checksums, write_weights
 from tidegate.megatron.family import model_parameters
 
 _CONTROL_TIMEOUT_S = 60.0
 """The limit for a control call's answer. Each call waits at most for the present step."""
+_LOAD_BYTES_PER_S = 100e6
+"""The slowest load of weights from host memory that is waited for. A server on a CPU is some 10 times as fast."""
 _ABORT_AGAIN_S = 0.2
 """The server forgets an abort that overtakes its request, so the abort is repeated until the request is out."""
 _LAST_STEP_S = 2.0
@@ -257,11 +261,12 @@ class SglangEngine:
         self._check_alive()
         if self._is_asleep:
             raise EngineNotReady(f"the engine sleeps and cannot take weights version {version}: wake it first")
-        weights = weight_set(self._settings.model, version=version, dtype=self._dtype, tensors=tensors)
-        was_paused = self._paused is not None
-        if not was_paused:
-            self._pause_server(PauseMode.IN_PLACE)
-        self._load(weights)
+        with self._weights_folder() as folder:
+            write_weights(self._settings.model, folder, version=version, dtype=self._dtype, tensors=tensors)
+            was_paused = self._paused is not None
+            if not was_paused:
+                self._pause_server(PauseMode.IN_PLACE)
+            self._load(version, folder)
         self._version = version
         if not was_paused:
             self._resume_server()
@@ -393,23 +398,36 @@ class SglangEngine:
         self._post("/continue_generation", {"torch_empty_cache": False})
         self._paused = None
 
-    def _load(self, weights: WeightSet) -> None:
-        """Raises EngineFailed on any failure, because the server may then hold some of the new tensors."""
-        self._post("/begin_weight_update")
-        for bucket in weights.buckets():
-            self._post(
-                "/update_weights_from_tensor",
-                {"serialized_named_tensors": [bucket], "weight_version": str(weights.version), "flush_cache": False},
-            )
-        self._post("/end_weight_update")
-        if self._settings.device == "cpu":
-            self._compare(weights)
+    @contextmanager
+    def _weights_folder(self) -> Iterator[Path]:
+        folder = self._settings.scratch / "weights"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def _compare(self, weights: WeightSet) -> None:
+    def _load(self, version: int, folder: Path) -> None:
+        """Raises EngineFailed on any failure, because the server may then hold some of the new tensors."""
+        self._post(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder.absolute()),
+                "load_format": "safetensors",
+                "weight_version": str(version),
+                "flush_cache": False,
+            },
+            timeout_s=_CONTROL_TIMEOUT_S + sum(path.stat().st_size for path in folder.iterdir()) / _LOAD_BYTES_PER_S,
+        )
+        if self._settings.device == "cpu":
+            self._compare(version, folder)
+
+    def _compare(self, version: int, folder: Path) -> None:
         held = self._server_checksums()
-        if wrong := [name for name, want in weights.checksums().items() if held[name] != want]:
+        if wrong := [name for name, want in held_checksums(self._settings.model, folder).items() if held[name] != want]:
             raise self._fail(
-                f"weights version {weights.version}: SGLang holds {len(wrong)} of {len(held)} tensors with other bits "
+                f"weights version {version}: SGLang holds {len(wrong)} of {len(held)} tensors with other bits "
                 f"than were sent, {wrong[0]} first"
             )
 
@@ -424,9 +442,9 @@ class SglangEngine:
         with self._answers():
             return self._awake().client.get(path, timeout_s=_CONTROL_TIMEOUT_S)
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
         with self._answers():
-            return self._awake().client.post(path, body, timeout_s=_CONTROL_TIMEOUT_S)
+            return self._awake().client.post(path, body, timeout_s=timeout_s)
 
     @contextmanager
     def _answers(self) -> Iterator[None]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import importlib
-import pickle  # noqa: TID251 # reads back what was just written, to see what SGLang would find
-import pickletools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.rollout.engine import (
     EngineFailed,
@@ -35,7 +32,7 @@ from services.rollout.sglang.replies import (
     num_lost_tokens,
 )
 from services.rollout.sglang.server import ServerSettings, server_environment, server_options
-from services.rollout.sglang.weights import pickled, weight_set
+from services.rollout.sglang.weights import write_weights
 from tests.unit.rollout.tiny_models import TINY, random_weights, request_of
 from tidegate.elastic.plan.gpt import EMBEDDING
 from tidegate.elastic.plan.parameters import Parameter
@@ -232,32 +229,37 @@ def test_a_model_that_sglang_would_compute_differently_is_refused(model: ModelCo
         served_config(model, dtype="bfloat16")
 
 
-def test_buckets_hold_each_piece_once_cast_and_no_more_than_their_size() -> None:
-    weights = weight_set(TINY, version=2, dtype=torch.bfloat16, tensors=random_weights(TINY))
-    buckets = [pickle.loads(base64.b64decode(bucket)) for bucket in weights.buckets(max_bytes=9000)]
-    assert len(buckets) > 1
-    assert all(len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 9000 for bucket in buckets)
-    sent = [name for bucket in buckets for name, _ in bucket]
-    assert sent == [name for name, _ in weights.pieces]
-    assert {tensor.dtype for bucket in buckets for _, tensor in bucket} == {torch.bfloat16}
+def test_a_set_larger_than_a_file_is_written_into_several_files_with_each_piece_once_and_cast(tmp_path: Path) -> None:
+    weights = random_weights(TINY)
+    write_weights(TINY, tmp_path, version=2, dtype=torch.bfloat16, tensors=weights, file_bytes=9000)
+
+    files = [load_file(path) for path in sorted(tmp_path.iterdir())]
+    assert len(files) > 1
+    assert all(len(file) <= 3 or sum(tensor.nbytes for tensor in file.values()) <= 9000 for file in files)
+    written = [name for file in files for name in file]
+    named = dict(weights)
+    want = {
+        name: tensor.bfloat16()
+        for each in model_parameters(TINY, padded_vocab=TINY.vocab_size)
+        for name, tensor in pieces_of(each, TINY, named[each.name])
+    }
+    assert sorted(written) == sorted(want)
+    assert all(torch.equal(file[name], want[name]) for file in files for name in file)
 
 
-def test_a_bucket_names_nothing_of_megatron_which_replaces_torchs_reader_of_storages() -> None:
-    importlib.import_module("megatron.core")
-    written = pickled([("lm_head.weight", torch.ones(2))])
-    assert "megatron" in torch.storage._load_from_bytes.__module__
-    named = {operation[1] for operation in pickletools.genops(written) if operation[0].name == "GLOBAL"}
-    assert "torch.storage _load_from_bytes" in named
-    assert b"megatron" not in written
-    assert torch.equal(pickle.loads(written)[0][1], torch.ones(2))
-
-
-def test_an_incomplete_set_of_weights_is_refused_before_anything_is_sent() -> None:
+def test_a_refused_set_of_weights_is_refused_before_the_server_reads_it(tmp_path: Path) -> None:
     with pytest.raises(WeightsRefused, match="1 of 15 tensors are missing"):
-        weight_set(TINY, version=2, dtype=torch.float32, tensors=random_weights(TINY)[:-1])
+        write_weights(TINY, tmp_path, version=2, dtype=torch.float32, tensors=random_weights(TINY)[:-1])
     numbers = [(name, tensor.long()) for name, tensor in random_weights(TINY)]
     with pytest.raises(WeightsRefused, match=r"is torch\.int64; weights are floating point"):
-        weight_set(TINY, version=2, dtype=torch.float32, tensors=numbers)
+        write_weights(TINY, tmp_path, version=2, dtype=torch.float32, tensors=numbers)
+
+
+def test_weights_that_the_host_memory_has_no_room_for_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    huge = replace(TINY, vocab_size=64 << 40)
+    with pytest.raises(WeightsRefused, match=r"version 2 take \d+ bytes in .*, which has \d+ free: .*shm-size"):
+        write_weights(huge, tmp_path, version=2, dtype=torch.float32, tensors=[])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.24.post1", "0.6.0rc1"])
