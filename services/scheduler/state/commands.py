@@ -214,8 +214,9 @@ class AskGate:
     """Ask the gate of the GPU's node through any living instance on that node.
 
     The answer is a `GateReported` in an event whose `grants` are `(grant,)`. An answer about an earlier grant says
-    nothing about this one. `is_needed`: a component cannot work before the answer. Otherwise it continues with the GPUs
-    that it has.
+    nothing about this one. `is_needed`: the job ends where no answer says in time that the GPU is free, because a
+    component cannot work without it, or a worker that was told to leave it holds it. Otherwise the component continues
+    with the GPUs that it has.
     """
 
     id: CommandId

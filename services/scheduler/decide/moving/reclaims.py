@@ -28,12 +28,12 @@ def reclaimed(state: ClusterState, role: Role, now_ms: int, *, gone: frozenset[G
             lost = cmd.MarkLost(CommandId(f"{key}/lost"), grant.gpu, grant.token)
             needs += Needs((lost,), (f"counts {grant.gpu} of the {role} as lost",))
         elif grant not in state.released:
-            needs += _asked_gate(state, role, grant, is_gone=grant.gpu in gone)
             # A job that goes on without the GPU asks its worker no more.
-            is_asked = grant.gpu not in gone and not _is_leaving(state, role, grant)
-            if grant in state.held and is_asked:
-                for holder in _possible_holders(state, role, grant):
-                    needs += _cleared(state, holder, grant, now_ms)
+            is_asked = grant in state.held and grant.gpu not in gone and not _is_leaving(state, role, grant)
+            holders = _possible_holders(state, role, grant) if is_asked else ()
+            clears = sum((_cleared(state, holder, grant, now_ms) for holder in holders), Needs())
+            is_needed = bool(clears.commands) or (grant.gpu not in gone and _lacks(state, role))
+            needs += _asked_gate(state, role, grant, is_gone=grant.gpu in gone, is_needed=is_needed) + clears
         elif record.state is GpuState.LOST and record.transition is None:
             reclaim = cmd.Reclaim(CommandId(f"{key}/reclaim"), grant.gpu, grant.token)
             needs += Needs((reclaim,), (f"takes {grant.gpu} back, which nobody holds",))
@@ -76,15 +76,21 @@ def _cleared(state: ClusterState, role: Role, grant: Grant, now_ms: int) -> Need
     return Needs((down,), (f"clears {grant.gpu}, which a living worker of the {role} holds",))
 
 
-def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool) -> Needs:
-    node, component = node_of(grant.gpu), state.components[role]
-    is_needed = not is_gone and (not component.is_up or (role is Role.ACTOR and component.lacks_ranks))
+def _lacks(state: ClusterState, role: Role) -> bool:
+    """Whether the component cannot work without the GPUs that it lost."""
+    component = state.components[role]
+    return not component.is_up or (role is Role.ACTOR and component.lacks_ranks)
+
+
+def _asked_gate(state: ClusterState, role: Role, grant: Grant, *, is_gone: bool, is_needed: bool) -> Needs:
+    """A question that comes to be needed is a new one: its limit begins anew."""
+    node = node_of(grant.gpu)
     endpoints = tuple(state.instances[name].endpoint for name in state.living(node=node))
     note = f"{grant.gpu} waits for its gate" + (", and the job goes on without it" if is_gone else "")
     if endpoints:
-        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/gate")
+        key = CommandId(f"{state.job}/{grant.gpu}/{grant.token}/{'gate' if is_needed else 'look'}")
         return Needs((cmd.AskGate(key, node, grant, endpoints, is_needed),), (note,))
-    if is_needed:
+    if not is_gone and _lacks(state, role):
         what = f"an instance on {node}, whose gate must tell of lost GPUs"
         return waiting(state, role, f"gate-{node}", what=what, is_of_gpus=True)
     return Needs((), (f"{note}, which no living instance on {node} can ask",))

@@ -17,6 +17,7 @@ from tidegate.ownership.records import GpuRecord, GpuState
 from tidegate.types import GpuId, Grant, NodeId, Role, Token, instance_id
 
 ROLLOUT_GPU = gpu("n1", 3)
+MINUTE_MS = 60_000
 
 
 def test_a_lost_gpu_is_not_taken_back_while_its_gate_says_that_a_worker_holds_it() -> None:
@@ -61,6 +62,39 @@ def test_a_held_gpu_is_cleared_once_an_instance_of_its_holder_lives_on_its_node(
 
     assert sorted(_cleared(drive)) == [gpu("n1", 1), gpu("n1", 3)]
     assert (state.phase, state.incarnation) == (Phase.FINISHED, 1)
+
+
+def test_a_worker_that_does_not_leave_when_its_lead_clears_it_fails_the_job_after_five_minutes() -> None:
+    drive = iterating(deadline_ms=60 * MINUTE_MS)
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
+    drive.cluster.voice.say(name, ev.InstanceJoined(name, f"at-{name}", 1))
+    drive.cluster.hung = {Role.ROLLOUT}
+    start_ms = drive.now_ms
+
+    state = drive.run_until(lambda state: state.phase is Phase.STOPPING)
+
+    assert _cleared(drive) != []
+    assert "the gate of n1/1, which a worker still holds, was asked 16 times without effect" in state.message
+    assert 5 * MINUTE_MS < drive.now_ms - start_ms < 6 * MINUTE_MS
+
+
+def test_a_gate_that_was_asked_for_an_hour_has_its_five_minutes_when_its_gpu_comes_to_be_needed() -> None:
+    drive = iterating()
+    name = instance_id(Role.ROLLOUT, NODES[1])
+    drive.cluster.has_supervisor = False
+    drive.cluster.voice.say("scheduler", ev.InstanceLost(name, 1))
+    drive.cluster.hung = set(Role)
+    hour_ms = drive.now_ms + 60 * MINUTE_MS
+    while drive.now_ms < hour_ms:
+        assert drive.step(), drive.last_reason
+    assert drive.state.phase is Phase.RUNNING, drive.state.message
+
+    drive.cluster.kill_worker(gpu("n0", 1))
+    start_ms = drive.now_ms
+    state = drive.run_until(lambda state: state.phase is Phase.STOPPING)
+
+    assert 4 * MINUTE_MS < drive.now_ms - start_ms < 6 * MINUTE_MS, state.message
 
 
 def test_a_gpu_whose_last_owner_the_store_has_lost_is_cleared_by_the_component_that_holds_it() -> None:
