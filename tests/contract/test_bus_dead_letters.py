@@ -54,6 +54,25 @@ async def test_an_undecodable_group_becomes_a_dead_letter_and_holds_nobody_up(be
         assert want in letter.reason
 
 
+@pytest.mark.parametrize("is_seen", [False, True], ids=["before the consumer saw it", "after the consumer saw it"])
+async def test_something_else_on_the_subject_of_a_group_to_come_keeps_no_group_out(bench: Bench, is_seen: bool) -> None:
+    samples, group = bench.bus.samples, a_group(bench.job, 8)
+    consumer = await samples.consumer(bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter)
+    await bench.publish_raw(f"tg.samples.{bench.job}.generated.1.0.8", b"\xff\xff")
+    if is_seen:
+        assert await consumer.fetch(1, timeout_s=SOON_S) == []
+        assert await samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == set()
+
+    assert await samples.publish(Stage.GENERATED, group) is True
+    await bench.publish_raw(f"tg.samples.{bench.job}.generated.1.0.8", b"\xfe")
+    assert await samples.publish(Stage.GENERATED, group) is False
+
+    assert [delivery.group for delivery in await consumer.fetch(3, timeout_s=PATIENT_S)] == [group]
+    stored = await samples.stored_group(bench.job, Stage.GENERATED, incarnation=1, iteration=0, prompt=8)
+    assert stored == group
+    assert len(bench.dead_letters) == 2
+
+
 async def test_an_undecodable_event_becomes_a_dead_letter_and_the_next_one_is_delivered(bench: Bench) -> None:
     await bench.publish_raw(f"tg.events.{bench.job}", b"\xff\xff")
     await bench.bus.events.publish(numbered(source(), bench.job, 1))

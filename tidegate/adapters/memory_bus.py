@@ -228,6 +228,22 @@ class _SampleConsumer:
         return self._consumer.num_waiting()
 
 
+def _decode_sample(stage: Stage, message: Stored) -> SampleGroup:
+    group = decode_group(message.payload, scored=stage is Stage.SCORED)
+    if subjects.sample_subject(stage, group) != message.subject:
+        raise WireError(f"SampleGroup does not belong on subject {message.subject}")
+    return group
+
+
+def _stored_group(stream: Stream, stage: Stage, subject: str) -> SampleGroup | None:
+    """The group on a subject. Anybody may have published something else there."""
+    for stored in stream.messages.values():
+        if stored.subject == subject:
+            with suppress(WireError):
+                return _decode_sample(stage, stored)
+    return None
+
+
 class MemorySampleStream:
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
@@ -238,7 +254,7 @@ class MemorySampleStream:
         payload = group.SerializeToString()
         self._server.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
         stream = self._server.stream(subjects.samples_stream(JobId(group.job)))
-        if any(stored.subject == subject for stored in stream.messages.values()):
+        if _stored_group(stream, stage, subject) is not None:
             return False
         stream.append(Stored(subject, payload))
         self._server.wake()
@@ -246,10 +262,7 @@ class MemorySampleStream:
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
         def decode(message: Stored) -> SampleGroup:
-            group = decode_group(message.payload, scored=stage is Stage.SCORED)
-            if subjects.sample_subject(stage, group) != message.subject:
-                raise WireError(f"SampleGroup does not belong on subject {message.subject}")
-            return group
+            return _decode_sample(stage, message)
 
         stream = self._server.stream(subjects.samples_stream(job))
         source = Source(
@@ -275,11 +288,7 @@ class MemorySampleStream:
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
         subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
-        stream = self._server.stream(subjects.samples_stream(job))
-        payloads = (stored.payload for stored in stream.messages.values() if stored.subject == subject)
-        with suppress(WireError, StopIteration):
-            return decode_group(next(payloads), scored=stage is Stage.SCORED)
-        return None
+        return _stored_group(self._server.stream(subjects.samples_stream(job)), stage, subject)
 
     async def tell_response(self, response: SampleGroup) -> None:
         check_response(response)

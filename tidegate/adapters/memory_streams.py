@@ -244,7 +244,8 @@ class DurableConsumer(Generic[M]):
     def in_progress(self, sequence: int) -> None:
         self.due_again(sequence, in_s=self._source.ack_wait_s)
 
-    async def bury(self, sequence: int, reason: str) -> None:
+    async def bury(self, sequence: int, reason: str, *, removes: bool = False) -> None:
+        """`removes`: the message leaves its stream too, as its subject may be that of one to come."""
         source = self._source
         if sequence in source.progress.settled or sequence not in source.stream.messages:
             return
@@ -254,6 +255,8 @@ class DurableConsumer(Generic[M]):
         # None: a person has replayed or dropped it since the message was here before.
         if (dead := self._server.dead[source.job].get(buried[sequence])) is not None:
             await source.on_dead_letter(dead.letter)
+        if removes:
+            del source.stream.messages[sequence]
         self.settle(sequence)
 
     def _unsettled(self) -> set[int]:
@@ -281,7 +284,7 @@ class DurableConsumer(Generic[M]):
         try:
             return self._source.decode(self._source.stream.messages[sequence])
         except WireError as undecodable:  # dead-letter it: every further delivery would fail too
-            await self.bury(sequence, str(undecodable))
+            await self.bury(sequence, str(undecodable), removes=True)
             return None
 
 

@@ -234,6 +234,13 @@ class _SampleConsumer:
         return int(info["num_pending"]) + int(info["num_ack_pending"])
 
 
+def _decode_sample(stage: Stage, subject: str, payload: bytes) -> SampleGroup:
+    group = decode_group(payload, scored=stage is Stage.SCORED)
+    if subjects.sample_subject(stage, group) != subject:
+        raise WireError(f"SampleGroup does not belong on subject {subject}")
+    return group
+
+
 class NatsSampleStream:
     def __init__(self, link: NatsLink, limits: BusLimits, dead_letters: NatsDeadLetters) -> None:
         self._link = link
@@ -246,23 +253,35 @@ class NatsSampleStream:
         payload = group.SerializeToString()
         self._link.check_size(payload, what=f"group {subject}", remedy="lower group_size or the longest response")
         stream = subjects.samples_stream(JobId(group.job))
-        try:
-            # Deduplicate by subject, not by id: ids are remembered only for a window.
-            await self._link.publish(subject, payload, stream=stream, last_on_subject=0)
-        except NatsRefused as refused:
-            if refused.err_code == WRONG_LAST_SEQUENCE:
-                return False
-            raise full_or_refused(
-                refused, stream, max_bytes=self._limits.samples_max_bytes, size_bytes=len(payload)
-            ) from refused
-        return True
+        last = 0
+        while True:
+            try:
+                # Deduplicate by subject, not by id: ids are remembered only for a window.
+                await self._link.publish(subject, payload, stream=stream, last_on_subject=last)
+            except NatsRefused as refused:
+                if refused.err_code != WRONG_LAST_SEQUENCE:
+                    raise full_or_refused(
+                        refused, stream, max_bytes=self._limits.samples_max_bytes, size_bytes=len(payload)
+                    ) from refused
+                stored, last = await self._look(stage, stream, subject)
+                if stored is not None:
+                    return False
+            else:
+                return True
+
+    async def _look(self, stage: Stage, stream: str, subject: str) -> tuple[SampleGroup | None, int]:
+        """The group on a subject, if it is there, and the sequence of the last message looked at. Anybody may have
+        published something else on the subject, before the group or after it."""
+        last = 0
+        while (found := await self._link.next_on(stream, subject, from_sequence=last + 1)) is not None:
+            last, payload = found
+            with suppress(WireError):
+                return _decode_sample(stage, subject, payload), last
+        return None, last
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
         def decode(raw: Msg) -> SampleGroup:
-            group = decode_group(raw.data, scored=stage is Stage.SCORED)
-            if subjects.sample_subject(stage, group) != raw.subject:
-                raise WireError(f"SampleGroup does not belong on subject {raw.subject}")
-            return group
+            return _decode_sample(stage, raw.subject, raw.data)
 
         source = Source(
             job=job,
@@ -289,10 +308,7 @@ class NatsSampleStream:
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int
     ) -> SampleGroup | None:
         subject = subjects.group_subject(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
-        payload = await self._link.last_on(subjects.samples_stream(job), subject)
-        with suppress(WireError):
-            return None if payload is None else decode_group(payload, scored=stage is Stage.SCORED)
-        return None
+        return (await self._look(stage, subjects.samples_stream(job), subject))[0]
 
     async def tell_response(self, response: SampleGroup) -> None:
         check_response(response)

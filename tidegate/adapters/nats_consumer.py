@@ -3,7 +3,8 @@
 A message that was delivered too often or cannot be decoded takes these steps:
 1. `store` writes it as a dead letter.
 2. `on_dead_letter` reports it.
-3. The server gets +TERM.
+3. One that cannot be decoded leaves its stream.
+4. The server gets +TERM.
 
 A crash in between repeats the steps; the dead letter is deduplicated. If a person has replayed or dropped it meanwhile,
 there is nothing to report. The server's own delivery limit is off, because a
@@ -15,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -100,9 +100,7 @@ class NatsDeadLetters:
         return page[0] if page and stored_sequence(page[0]) == dead_letter else None
 
     async def _delete(self, job: JobId, dead_letter: int) -> None:
-        # Another replay or drop may have deleted it first, which has the same effect.
-        with suppress(NatsRefused):
-            await self._link.api(f"STREAM.MSG.DELETE.{subjects.dead_stream(job)}", {"seq": dead_letter})
+        await self._link.remove(subjects.dead_stream(job), dead_letter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +194,14 @@ class DurableConsumer(Generic[M]):
     async def settle(self, raw: Msg, verdict: bytes) -> None:
         await self._link.settle(raw, verdict)
 
-    async def bury(self, raw: Msg, reason: str) -> None:
+    async def bury(self, raw: Msg, reason: str, *, removes: bool = False) -> None:
+        """`removes`: the message leaves its stream too, as its subject may be that of one to come."""
         source = self._source
         dead_letter = await self._dead_letters.store(source.job, raw, consumer=source.consumer, reason=reason)
         if dead_letter is not None:
             await source.on_dead_letter(dead_letter)
+        if removes:
+            await self._link.remove(source.stream, raw.metadata.sequence.stream)
         await self._link.settle(raw, b"+TERM")
 
     async def _pull(self, num: int, *, timeout_s: float) -> list[Msg]:
@@ -219,7 +220,7 @@ class DurableConsumer(Generic[M]):
         try:
             return self._source.decode(raw)
         except WireError as undecodable:  # dead-letter it: every further delivery would fail too
-            await self.bury(raw, str(undecodable))
+            await self.bury(raw, str(undecodable), removes=True)
             return None
 
 

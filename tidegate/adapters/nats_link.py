@@ -237,6 +237,22 @@ class NatsLink:
             raise _not_open(stream, refused) from refused
         return base64.b64decode(answer["message"].get("data", ""))
 
+    async def next_on(self, stream: str, subject: str, *, from_sequence: int) -> tuple[int, bytes] | None:
+        """The first message on a subject from a sequence on, with its own. None where there is none. JobNotOpen."""
+        try:
+            wanted = {"seq": from_sequence, "next_by_subj": subject}
+            message = (await self.api(f"STREAM.MSG.GET.{stream}", wanted))["message"]
+        except NatsRefused as refused:
+            if refused.err_code == NO_MESSAGE_FOUND:
+                return None
+            raise _not_open(stream, refused) from refused
+        return int(message["seq"]), base64.b64decode(message.get("data", ""))
+
+    async def remove(self, stream: str, sequence: int) -> None:
+        """Delete a message. Where another call deleted it first, the effect is the same."""
+        with suppress(NatsRefused):
+            await self.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+
     async def tell(self, subject: str, payload: bytes) -> None:
         """Sends a message, at most once, and waits for no answer. One that cannot be sent now is given up."""
         # Without a connection it would take the room of publishes that must get through.
