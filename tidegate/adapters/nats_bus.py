@@ -74,13 +74,13 @@ class NatsJobStreams:
     async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
         limits = self._limits
         streams = (
-            (subjects.events_stream(job), _event_subjects(job), "events_max_bytes"),
-            (subjects.samples_stream(job), [subjects.job_samples(job)], "samples_max_bytes"),
-            (subjects.dead_stream(job), [subjects.dead_subject(job)], "dead_max_bytes"),
+            (subjects.events_stream(job), _event_subjects(job), "events_max_bytes", limits.event_window_s),
+            (subjects.samples_stream(job), [subjects.job_samples(job)], "samples_max_bytes", limits.event_window_s),
+            (subjects.dead_stream(job), [subjects.dead_subject(job)], "dead_max_bytes", limits.dead_letter_window_s),
         )
-        for stream, names, key in streams:
+        for stream, names, key, window_s in streams:
             max_bytes = getattr(limits, key)
-            config = self._config(stream, names, max_bytes)
+            config = _stream_config(stream, names, max_bytes, window_s)
             if after_sequence and stream == subjects.events_stream(job):
                 config["first_seq"] = after_sequence + 1
             try:
@@ -97,22 +97,23 @@ class NatsJobStreams:
     async def require_job(self, job: JobId) -> None:
         await self._link.require_stream(subjects.events_stream(job))
 
-    def _config(self, stream: str, names: list[str], max_bytes: int) -> dict[str, Any]:
-        return {
-            "name": stream,
-            "subjects": names,
-            "retention": "limits",
-            "discard": "new",
-            "storage": "file",
-            "num_replicas": 1,
-            "max_bytes": max_bytes,
-            "max_msgs": -1,
-            "max_msgs_per_subject": -1,
-            "max_consumers": -1,
-            "duplicate_window": int(self._limits.duplicate_window_s * _NS),
-            "allow_direct": True,
-            "allow_rollup_hdrs": True,
-        }
+
+def _stream_config(stream: str, names: list[str], max_bytes: int, window_s: float) -> dict[str, Any]:
+    return {
+        "name": stream,
+        "subjects": names,
+        "retention": "limits",
+        "discard": "new",
+        "storage": "file",
+        "num_replicas": 1,
+        "max_bytes": max_bytes,
+        "max_msgs": -1,
+        "max_msgs_per_subject": -1,
+        "max_consumers": -1,
+        "duplicate_window": int(window_s * _NS),
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+    }
 
 
 class _EventDelivery(Delivery[Event]):

@@ -97,8 +97,11 @@ class BusLimits:
     event_ack_wait_s: float = 5.0
     sample_ack_wait_s: float = 30.0
     max_deliveries: int = 10
-    # How long the bus recognises a repeated event by its id: far above any retry and any restart.
-    duplicate_window_s: float = 3600.0
+    # How long the bus recognises a repeated event by its id. A call retries for `deadline_s`, and a consumer of events
+    # drops older repeats. The server keeps every id in memory for as long: some 250 bytes an event.
+    event_window_s: float = 120.0
+    # The same for dead letters, which are few. One comes again when its consumer died over it and is started later.
+    dead_letter_window_s: float = 3600.0
     # The bytes reserved on the server's disk. A full stream refuses messages and removes none.
     events_max_bytes: int = 256 * 2**20
     samples_max_bytes: int = 2 * 2**30
