@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+import structlog
+
 from tidegate.adapters import subjects
 from tidegate.adapters.memory_streams import (
     Delivery,
@@ -55,7 +57,10 @@ class MemoryBus:
         """Does nothing: the messages stay for the other clients of this object."""
 
     def publish_raw(self, job: JobId, subject: str, payload: bytes) -> None:
-        """Publishes any bytes on a subject of the job, as a foreign client of a real server could."""
+        """Publishes any bytes on a subject of the job, or on the term's, as a foreign client of a real server could."""
+        if subject == subjects.TERM_SUBJECT:
+            self.term.write_raw(payload)
+            return
         if subject == subjects.responses_subject(job):
             self._server.tell(subject, payload)
             return
@@ -315,11 +320,11 @@ class MemorySampleStream:
 
 class MemoryTermRegister:
     def __init__(self) -> None:
-        self._term = 0
+        self._payload = subjects.term_payload(0)
         self._revision = 0
 
-    async def read(self) -> tuple[int, int]:
-        return self._term, self._revision
+    async def read(self) -> tuple[int | None, int]:
+        return subjects.term_of(self._payload), self._revision
 
     async def advance(self, *, expected_revision: int, term: int) -> int:
         if expected_revision != self._revision:
@@ -327,10 +332,15 @@ class MemoryTermRegister:
                 f"the term was advanced since revision {expected_revision} was read "
                 f"(it is {self._revision} now); read again"
             )
-        if term <= self._term:
-            raise ValueError(
-                f"the term only grows: it is {self._term} and cannot become {term}; take at least {self._term + 1}"
-            )
-        self._term = term
+        now, _ = await self.read()
+        if now is not None and term <= now:
+            raise ValueError(f"the term only grows: it is {now} and cannot become {term}; take at least {now + 1}")
+        if now is None:
+            structlog.get_logger("term").warning("the term register held no term", replaced_by=term)
+        return self.write_raw(subjects.term_payload(term))
+
+    def write_raw(self, payload: bytes) -> int:
+        """Writes any bytes in the term's place, as a foreign client of a real server could."""
+        self._payload = payload
         self._revision += 1
         return self._revision

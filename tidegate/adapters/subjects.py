@@ -6,6 +6,7 @@
     samples   TG_SAMPLES_<JOB>   tg.samples.<job>.<stage>.<incarnation>.<iteration>.<prompt>
     dead      TG_DEAD_<JOB>      tg.dead.<job>
     responses no stream          tg.responses.<job>
+    term      KV_TG_TERM         $KV.TG_TERM.store
 
 A job's id is lower case, so its upper case in a stream's name keeps two jobs apart.
 
@@ -30,6 +31,11 @@ _TOKEN = re.compile(r"[A-Za-z0-9_@-]+")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 _CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CHECKSUM_BYTES, _THROUGH_BYTES = 16, 8
+TERM_STREAM, TERM_SUBJECT = "KV_TG_TERM", "$KV.TG_TERM.store"
+"""The key-value bucket of the fencing term and its one key, for all jobs of the servers."""
+_TERM = re.compile(rb"0|[1-9][0-9]{0,8}")
+"""Nine digits: no store is adopted a billion times. So a stranger's number leaves room for the terms above it, up to
+`LARGEST_TERM`."""
 _WHEN_FULL = {
     "TG_EVENTS_": "raise runtime.events_max_bytes and resume; events that the state and the folder hold are dropped",
     "TG_SAMPLES_": "raise runtime.samples_max_bytes and resume, or save more often (checkpoint.every): samples that a "
@@ -100,6 +106,15 @@ def copy_of(payload: bytes) -> StateCopy | None:
 
 def _checksum(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def term_payload(term: int) -> bytes:
+    return b"%d" % term
+
+
+def term_of(payload: bytes) -> int | None:
+    """Inverse of `term_payload`. None for anything else, which some stranger published."""
+    return int(payload) if _TERM.fullmatch(payload) else None
 
 
 def last_dropped(first: int, last: int, *, kept: int) -> int | None:

@@ -10,8 +10,15 @@ If several adopters race, one wins and the others find the store open.
 A gate that could not be asked may know a larger term. Its node's instance tells it when it joins, and the store is then
 shut and adopted again, above that term.
 
+Whoever reaches the bus can write to the term register: a smaller term, or bytes that are no term. So the register is
+never the last fence of the tokens. The gates are: each lets only larger tokens pass than its highest one, and tells
+that one. What is no term counts as not known, and the new term replaces it. So tokens grow all the same.
+
+Where the store has lost its data too, a term under which no token passed a gate may be given twice.
+
 Invariants:
 - One adopter takes a term. [test_adoption: adopters_that_race]
+- Bytes in the register that are no term stop no adoption. [test_adoption: a_register_without_a_term]
 - A term is larger than that of every token that the register, the store or a reachable gate knows.
   [test_adoption: the_next_term_is_above]
 - A GPU's token never falls. [test_ownership: tokens_only_grow]
@@ -66,7 +73,7 @@ async def adopt(
         register_term, revision = await terms.read()
         reports = await ask_gates()
         contents = await store.contents()
-        term = next_term(max(register_term, found.term, least_term - 1), reports, contents)
+        term = next_term(max(register_term or 0, found.term, least_term - 1), reports, contents)
         try:
             await terms.advance(expected_revision=revision, term=term)
             await store.adopt(expected=found, term=term, rebuilt=rebuild(contents, reports))

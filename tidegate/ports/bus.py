@@ -24,6 +24,8 @@ Every implementation keeps these promises (tests/contract/test_bus_*.py check ea
 - A response that ended is told at most once, to whoever listens then, and stored nowhere. To tell one waits for nobody.
   [test_bus_responses: response_that_is_told_reaches_those_who_listen]
 - The fencing term only grows, by compare-and-set. [test_bus_term: term_grows_by_compare_and_set]
+- What a stranger writes in the term's place is a term or none, and the next term replaces it.
+  [test_bus_term: is_no_term_and_is_replaced]
 """
 
 from __future__ import annotations
@@ -305,10 +307,13 @@ class StateCopies(Protocol):
 
 
 class TermRegister(Protocol):
-    async def read(self) -> tuple[int, int]:
-        """(term, revision). (0, 0) before the first term."""
+    async def read(self) -> tuple[int | None, int]:
+        """(term, revision). (0, 0) before the first term. None: what is there is no term, some stranger wrote it."""
         ...
 
     async def advance(self, *, expected_revision: int, term: int) -> int:
-        """The new revision. StaleTerm: `expected_revision` is not the last. ValueError: `term` does not grow."""
+        """Writes over what is there, and logs where that is no term. Returns the new revision.
+
+        StaleTerm: `expected_revision` is not the last. ValueError: `term` does not grow.
+        """
         ...

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
@@ -224,6 +225,29 @@ class TestAdopt:
         with pytest.raises(StoreNotAdopted):
             await store.attach()
         assert (await adopt(store, terms, no_gates)).term == 2
+
+    @pytest.mark.parametrize("is_store_lost", [False, True])
+    @pytest.mark.parametrize("payload", [b"", b"garbage", b"-5", b"9" * 30, b"1"], ids=repr)
+    async def test_a_register_without_a_term_or_with_a_smaller_one_stops_no_adoption_and_no_token_falls(
+        self, payload: bytes, is_store_lost: bool
+    ) -> None:
+        server, terms = MemoryServer(), MemoryTermRegister()
+        store = memory_store(server)
+        await terms.advance(expected_revision=0, term=6)
+        await adopt(store, terms, no_gates)
+        await store.register((GPU,))
+        terms.write_raw(payload)
+        server.lose_data() if is_store_lost else server.restart()
+
+        async def ask() -> GateReports:
+            return {NODE: [GateState(GPU, Token(7, 2), held=False)]}
+
+        with capture_logs() as lines:
+            assert (await adopt(store, terms, ask)).term == 8
+        assert await terms.read() == (8, 4)
+        assert (await store.gpus())[GPU].token == Token(7, 2)
+        want = [] if payload == b"1" else [("warning", "the term register held no term", 8)]
+        assert [(line["log_level"], line["event"], line["replaced_by"]) for line in lines] == want
 
     async def test_an_error_while_the_gates_are_asked_leaves_the_store_closed(self) -> None:
         server = MemoryServer()
