@@ -22,7 +22,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 
 from tidegate.candidates import has_spread
-from tidegate.types import GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
+from tidegate.types import LARGEST_TERM, GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -74,6 +74,9 @@ def encode_token(token: Token) -> types_pb2.Token:
 
 
 def decode_token(wire: types_pb2.Token) -> Token:
+    for field, number in (("term", wire.term), ("counter", wire.counter)):
+        if number > LARGEST_TERM:
+            raise WireError(f"Token.{field} is {number}; it must be at most {LARGEST_TERM}")
     return Token(term=wire.term, counter=wire.counter)
 
 

@@ -45,8 +45,10 @@ def typed_or_none(kind: type[T], value: Any, what: str) -> T | None:
     return None if value is None else typed(kind, value, what)
 
 
-def whole_number(value: Any, what: str) -> int:
-    """A whole number of at least 0. ValueError for any other value."""
+def whole_number(value: Any, what: str, *, most: int | None = None) -> int:
+    """A whole number of at least 0, and at most `most`. ValueError for any other value."""
     if typed(int, value, what) < 0:
         raise ValueError(f"{what} is {value}; it must be at least 0")
+    if most is not None and value > most:
+        raise ValueError(f"{what} is {str(value)[:_MAX_SHOWN]}; it must be at most {most}")
     return int(value)

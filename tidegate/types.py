@@ -88,6 +88,11 @@ class Token:
         return f"{self.term}.{self.counter}"
 
 
+LARGEST_TERM = 10**12 - 1
+"""No text, record or message is read that has a larger term or counter. Boots and epochs are a million times the term
+(`cell_store.COUNTS_PER_TERM`), and the store's numbers have 18 digits. A counter has the same limit, for one rule."""
+
+
 NO_TOKEN = Token(0, 0)
 """Smaller than any token that a store grants."""
 

@@ -98,10 +98,12 @@ _READS: dict[Cell, Callable[[CellStore], Awaitable[object]]] = {
     ),
     Cell("leases", ONE): lambda store: store.expired(longest_ms=LONG_MS),
     Cell("boots", ONE): lambda store: store.next_boot(ONE),
+    tables.RUN_ID: lambda store: store.identity(),
+    tables.TERM: lambda store: store.identity(),
 }
 
 
-@pytest.mark.parametrize("cell", _READS, ids=lambda cell: cell.table)
+@pytest.mark.parametrize("cell", _READS, ids="/".join)
 async def test_a_damaged_value_is_told_by_name_with_the_remedy_and_stays(
     world: World, store: CellStore, cell: Cell
 ) -> None:
@@ -109,6 +111,20 @@ async def test_a_damaged_value_is_told_by_name_with_the_remedy_and_stays(
     session = Session(found.run_id, found.term)
     before = (await world.cells().read(session, cells=(cell,))).cells
     await world.cells().swap(session, expected=before, writes={cell: b"\xffgarbage"})
-    with pytest.raises(StoreDamaged, match=rf"'{cell.field}' of {cell.table} is damaged: .*garbage.*--resume"):
+    with pytest.raises(StoreDamaged, match=rf"'{cell.field}' of {cell.table} is damaged: .*--resume"):
         await _READS[cell](store)
-    assert (await world.cells().read(session, cells=(cell,))).cells == {cell: b"\xffgarbage"}
+    assert (await world.cells().read(None, cells=(cell,))).cells == {cell: b"\xffgarbage"}
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"garbage", b"-5", b"007", b" 7", b"7\n", b"9" * 30, b"1000000000000"], ids=repr
+)
+async def test_a_stores_term_is_a_whole_number_of_at_most_12_digits_or_damaged(
+    world: World, store: CellStore, payload: bytes
+) -> None:
+    found = await store.identity()
+    session = Session(found.run_id, found.term)
+    await world.cells().swap(session, expected={}, writes={tables.TERM: payload})
+    for call in (store.identity(), store.gpus(), store.next_boot(ONE), world.client().attach()):
+        with pytest.raises(StoreDamaged, match=r"'term' of store is damaged: not a term: .* to 999999999999.*prune"):
+            await call

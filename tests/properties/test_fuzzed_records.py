@@ -27,12 +27,15 @@ from tests.properties.fuzzing import (
 from tidegate.adapters import tables
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading
+from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.adapters.nats_consumer import dead_letter_of
-from tidegate.adapters.subjects import parse_sample_subject
+from tidegate.adapters.subjects import parse_sample_subject, term_of, term_payload
 from tidegate.gate import Gate, GateClosed, GateDamaged
 from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import (
+    GateState,
     GpuRecord,
     GpuState,
     Move,
@@ -41,6 +44,7 @@ from tidegate.ownership.records import (
     PartKind,
     StaleToken,
     StoreDamaged,
+    StoreNotAdopted,
     Transition,
     decode_gpu,
     decode_transition,
@@ -51,7 +55,19 @@ from tidegate.ownership.records import (
 from tidegate.ports.store import JobState, LeadRecord
 from tidegate.runtime.channel import BlockingChannel, ChannelClosed, frame
 from tidegate.runtime.launch import WorkerSpec
-from tidegate.types import GpuId, Grant, InstanceId, JobId, Layout, Role, SampleId, Token, TransitionId
+from tidegate.types import (
+    LARGEST_TERM,
+    GpuId,
+    Grant,
+    InstanceId,
+    JobId,
+    Layout,
+    NodeId,
+    Role,
+    SampleId,
+    Token,
+    TransitionId,
+)
 from tidegate.v1 import workers_pb2 as wire
 
 JOB = JobId("tide")
@@ -83,7 +99,7 @@ def test_a_gpu_record_of_any_bytes_is_read_or_refused(encoded: bytes) -> None:
     record = value_or_refusal(decode_gpu, encoded, ValueError)
     if record is not None:
         assert decode_gpu(encode_gpu(record)) == record
-        assert record.token >= Token(0, 0)
+        assert Token(0, 0) <= record.token <= Token(LARGEST_TERM, LARGEST_TERM)
 
 
 @fuzzed
@@ -142,16 +158,65 @@ def test_counts_of_any_bytes_are_read_or_refused_and_stay(found: dict[str, bytes
 
 
 @fuzzed
+@given(adopted=damaged_bytes([b"5f3c" * 10]), term=damaged_bytes([b"17", b"999999999999"]))
+@example(adopted=b"5f3c", term=b"9" * 30)
+@example(adopted=b"\xff", term=b"1")
+def test_an_adoption_of_any_bytes_is_read_or_refused_and_stays(adopted: bytes, term: bytes) -> None:
+    async def use(server: MemoryServer) -> None:
+        store = CellStore(MemoryCells(server))
+        await store.adopt(expected=await store.identity(), term=1, rebuilt=await store.contents())
+        await store.attach()
+        server.write({tables.RUN_ID: adopted, tables.TERM: term})
+        for call in (store.identity, store.attach, store.gpus, lambda: store.next_boot(InstanceId("actor@n0"))):
+            with suppress(StoreDamaged, StoreNotAdopted):
+                await call()
+        with suppress(StoreDamaged):
+            found = await store.identity()
+            assert 0 <= found.term <= LARGEST_TERM
+            assert (found.adopted_run_id or "", str(found.term)) == (adopted.decode(), term.decode())
+        assert (server.read_cell(tables.RUN_ID), server.read_cell(tables.TERM)) == (adopted, term)
+
+    asyncio.run(use(MemoryServer()))
+
+
+@fuzzed
+@given(damaged_bytes([b"17", b"999999999"]) | st.binary(max_size=12))
+@example(b"")
+@example(b"9" * 5000)
+def test_a_term_registers_bytes_are_a_term_or_none(payload: bytes) -> None:
+    term = term_of(payload)
+    assert term is None or (term_payload(term) == payload and 0 <= term < LARGEST_TERM)
+
+
+@fuzzed
+@given(st.binary(max_size=12) | damaged_bytes([b"3"]))
+@example(b"")
+def test_whatever_the_term_register_holds_an_adoption_takes_a_term_above_the_gates(payload: bytes) -> None:
+    async def use(server: MemoryServer) -> None:
+        terms = MemoryTermRegister()
+        terms.write_raw(payload)
+
+        async def ask() -> GateReports:
+            return {NodeId("n0"): [GateState(GPU, Token(7, 2), held=True)]}
+
+        opened = await adopt(CellStore(MemoryCells(server)), terms, ask)
+        assert opened.term == max(term_of(payload) or 0, 7) + 1
+
+    asyncio.run(use(MemoryServer()))
+
+
+@fuzzed
 @given(record=damaged_json([{"term": 1, "counter": 7, "pid": 1}]))
 @example(record=b'{"term": 1.9, "counter": 7, "pid": 1}')
 @example(record=b'{"term": Infinity, "counter": 7, "pid": 1}')
 @example(record=b'{"term": -1, "counter": 7, "pid": 1}')
+@example(record=b'{"term": 18446744073709551616, "counter": 7, "pid": 1}')
 @example(record=b"[" * 100_000)
 def test_no_smaller_token_passes_a_gate_whatever_its_record_holds(tmp_path: Path, record: bytes) -> None:
     gate = Gate(tmp_path)
     (tmp_path / "n0%2F0.json").write_bytes(record)
     highest = value_or_refusal(gate.highest_token, GPU, GateDamaged)
-    assert highest is None or highest >= Token(0, 0)
+    assert highest is None or Token(0, 0) <= highest <= Token(LARGEST_TERM, LARGEST_TERM)
     assert gate.passed() == ([] if highest is None else [Grant(GPU, highest)])
     with pytest.raises((StaleToken, GateDamaged, GateClosed)):
         gate.acquire(Grant(GPU, Token(0, 0)))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tidegate import codec
 from tidegate.codec import WireError
-from tidegate.types import GpuId, Grant, Layout, Role, SampleId, Token
+from tidegate.types import LARGEST_TERM, GpuId, Grant, Layout, Role, SampleId, Token
 from tidegate.v1 import commands_pb2, events_pb2, samples_pb2, types_pb2
 
 COUNTS = st.integers(0, 2**32 - 1)
-TOKENS = st.builds(Token, term=st.integers(0, 2**64 - 1), counter=st.integers(0, 2**64 - 1))
+TOKENS = st.builds(Token, term=st.integers(0, LARGEST_TERM), counter=st.integers(0, LARGEST_TERM))
 GRANTS = st.builds(
     Grant, gpu=st.sampled_from([GpuId(f"n{node}/{gpu}") for node in "01" for gpu in range(8)]), token=TOKENS
 )
@@ -55,6 +55,14 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "an unspecified role": (
         lambda: codec.decode_role(types_pb2.ROLE_UNSPECIFIED, field="Event.role"),
         r"Event\.role is 0, which is no role; it must be one of ROLE_ACTOR, ROLE_ROLLOUT, ROLE_INFERENCE",
+    ),
+    "a token whose term leaves no room above it": (
+        lambda: codec.decode_token(types_pb2.Token(term=2**64 - 1, counter=1)),
+        r"Token\.term is 18446744073709551615; it must be at most 999999999999",
+    ),
+    "a token whose counter is as large": (
+        lambda: codec.decode_token(types_pb2.Token(term=1, counter=10**12)),
+        r"Token\.counter is 1000000000000; it must be at most 999999999999",
     ),
     "a grant without its token": (
         lambda: codec.decode_grant(types_pb2.Grant(gpu="n0/1")),

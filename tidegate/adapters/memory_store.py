@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
+from tidegate.adapters.tables import RUN_ID, TERM, read_identity
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
@@ -22,12 +23,15 @@ class MemoryServer:
         self.num_answers_to_lose = 0
         self.tables: dict[str, dict[str, bytes]] = {}
         self._starts = 1
-        self._adopted_run_id: str | None = None
-        self._term = 0
 
     @property
     def identity(self) -> Identity:
-        return Identity(f"memory-{self._starts}", self._adopted_run_id, self._term)
+        adopted_run_id, term = self.read_cell(RUN_ID), self.read_cell(TERM)
+        return read_identity(self._run_id, adopted_run_id or b"", b"0" if term is None else term)
+
+    @property
+    def _run_id(self) -> str:
+        return f"memory-{self._starts}"
 
     def pass_ms(self, duration_ms: int) -> None:
         self.now_unix_ms += duration_ms
@@ -38,7 +42,6 @@ class MemoryServer:
     def lose_data(self) -> None:
         """A restart without the data."""
         self.tables.clear()
-        self._adopted_run_id, self._term = None, 0
         self.restart()
 
     def refuse(self, session: Session) -> None:
@@ -57,10 +60,10 @@ class MemoryServer:
                 self.tables.setdefault(cell.table, {})[cell.field] = value
 
     def adopt(self, term: int) -> None:
-        self._adopted_run_id, self._term = self.identity.run_id, term
+        self.write({RUN_ID: self._run_id.encode(), TERM: b"%d" % term})
 
     def shut(self) -> None:
-        self._adopted_run_id = None
+        self.write({RUN_ID: b""})
 
 
 class MemoryCells:

@@ -26,6 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from tidegate.adapters import tables as values
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
@@ -77,7 +78,7 @@ class RedisCells:
             args += [keys.index(cell.table), cell.field]
         answer = await self._run(self._read, keys.names, args)
         _refuse(session, answer)
-        whole = {table: _pairs(found) for table, found in zip(tables, answer[2], strict=True)}
+        whole = {table: _pairs(table, found) for table, found in zip(tables, answer[2], strict=True)}
         return Reading(int(answer[1]), whole, dict(zip(cells, answer[3], strict=True)))
 
     async def swap(
@@ -159,8 +160,8 @@ class _Keys:
 
 
 def _identity(answer: list[Any]) -> Identity:
-    run_id, adopted, term = (each.decode() for each in answer[1:4])
-    return Identity(run_id, adopted or None, int(term))
+    run_id, adopted, term = answer[1:4]
+    return values.read_identity(run_id.decode(), adopted, term)
 
 
 def _refuse(session: Session | None, answer: list[Any]) -> None:
@@ -168,5 +169,6 @@ def _refuse(session: Session | None, answer: list[Any]) -> None:
         raise StoreNotAdopted(not_adopted(session, _identity(answer)))
 
 
-def _pairs(flat: list[bytes]) -> dict[str, bytes]:
-    return {field.decode(): value for field, value in zip(flat[::2], flat[1::2], strict=True)}
+def _pairs(table: str, flat: list[bytes]) -> dict[str, bytes]:
+    found = zip(flat[::2], flat[1::2], strict=True)
+    return {values.read_as(bytes.decode, field, Cell(table, repr(field))): value for field, value in found}

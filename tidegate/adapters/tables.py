@@ -1,6 +1,7 @@
 """Which cell holds which value of the store, and in what encoding. Pure.
 
 Tables:
+- `store`: the run id and the term of the last adoption, which only an adoption and a shutting write;
 - `gpus`: the ownership map;
 - `open`: the open transitions of all jobs;
 - `closed:<job>`: the last closed transitions of a job;
@@ -30,12 +31,15 @@ from tidegate.ownership.records import (
     encode_gpu,
     encode_transition,
 )
-from tidegate.ports.store import JobState, LeadRecord
-from tidegate.types import GpuId, InstanceId, JobId, Role, TransitionId
+from tidegate.ports.store import Identity, JobState, LeadRecord
+from tidegate.types import LARGEST_TERM, GpuId, InstanceId, JobId, Role, TransitionId
 
 T = TypeVar("T")
 
+RUN_ID, TERM = Cell("store", "run_id"), Cell("store", "term")
 _COUNT = re.compile(rb"[0-9]{1,18}")
+_TERM = re.compile(rb"0|[1-9][0-9]{0,11}")
+"""One text for each term up to `LARGEST_TERM`: the guard compares texts."""
 _HEAD = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
 RESIGNED = 0
 """The value of `expires_unix_ms` after a lead resigned. The record stays, because it holds the epoch."""
@@ -75,6 +79,18 @@ def read_as(decode: Callable[[bytes], T], found: bytes, cell: Cell) -> T:
             f"the store's field '{cell.field}' of {cell.table} is damaged: {error}; end the job, remove the data of "
             "its stores (embedded: tidegate prune JOB --resumable --yes), and go on from its checkpoint with --resume"
         ) from error
+
+
+def read_identity(run_id: str, adopted_run_id: bytes, term: bytes) -> Identity:
+    """Of the server `run_id`, by what its cells have of the last adoption. StoreDamaged: that is none."""
+    adopted = read_as(bytes.decode, adopted_run_id, RUN_ID)
+    return Identity(run_id, adopted or None, read_as(_decode_term, term, TERM))
+
+
+def _decode_term(found: bytes) -> int:
+    if not _TERM.fullmatch(found):
+        raise ValueError(f"not a term: {found[:60]!r}; it must be a whole number from 0 to {LARGEST_TERM}")
+    return int(found)
 
 
 def read_transition(reading: Reading, transition: Transition) -> Transition | None:

@@ -30,7 +30,7 @@ from urllib.parse import quote, unquote
 from tidegate.gate.lock import is_locked_by_another, lock, try_lock, unlock
 from tidegate.json_text import parse_json, whole_number
 from tidegate.ownership.records import GateState, StaleToken
-from tidegate.types import GpuId, Grant, Token
+from tidegate.types import LARGEST_TERM, GpuId, Grant, Token
 
 _HOLD, _PASSING = 0, 1
 _RELEASE_POLL_S = 0.005
@@ -56,7 +56,7 @@ class _Record:
     def parse(cls, text: str) -> _Record:
         fields = parse_json(text)
         # Strict: a number that is read too small would let an old token pass.
-        token = Token(whole_number(fields["term"], "term"), whole_number(fields["counter"], "counter"))
+        token = Token(*(whole_number(fields[name], name, most=LARGEST_TERM) for name in ("term", "counter")))
         return cls(token, whole_number(fields["pid"], "pid"))
 
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import Any
 
 from tidegate.json_text import parse_json, typed, typed_or_none, whole_number
-from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
+from tidegate.types import LARGEST_TERM, GpuId, JobId, Layout, Role, Token, TransitionId
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -340,7 +340,7 @@ def _owner(fields: Mapping[str, Any] | None) -> Owner | None:
 
 
 def _token(fields: Mapping[str, Any]) -> Token:
-    return Token(term=whole_number(fields["term"], "term"), counter=whole_number(fields["counter"], "counter"))
+    return Token(*(whole_number(fields[name], name, most=LARGEST_TERM) for name in ("term", "counter")))
 
 
 def _layout(fields: Mapping[str, Any] | None) -> Layout | None:

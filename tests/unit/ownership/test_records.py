@@ -28,7 +28,7 @@ from tidegate.ownership.records import (
     encode_gpu,
     encode_transition,
 )
-from tidegate.types import GpuId, JobId, Layout, Role, Token, TransitionId
+from tidegate.types import LARGEST_TERM, GpuId, JobId, Layout, Role, Token, TransitionId
 
 JOB = JobId("job")
 ACTOR, ROLLOUT = Owner(JOB, Role.ACTOR), Owner(JOB, Role.ROLLOUT)
@@ -53,7 +53,7 @@ class TestValues:
     def test_a_gpu_record_survives_its_json(self) -> None:
         for want in (
             GpuRecord(A, GpuState.FREE, None, Token(0, 0)),
-            GpuRecord(A, GpuState.OWNED, ACTOR, Token(2**53 + 1, 7), TransitionId("t")),
+            GpuRecord(A, GpuState.OWNED, ACTOR, Token(LARGEST_TERM, 7), TransitionId("t")),
             GpuRecord(A, GpuState.LOST, None, T1),
         ):
             assert decode_gpu(encode_gpu(want)) == want
