@@ -161,8 +161,10 @@ def summary(found: Collected) -> Iterator[str]:
     trained = Counter(_numbers(row)[1] for row in kept for _ in row["samples"] if row["committed"])
     for number, row in rows.items():
         if int(row.get("num_trained", 0)) != trained[number]:
-            yield f"the summary has {row.get('num_trained', 0)} trained samples of iteration {number}, the lineage "
-            f"{trained[number]}"
+            yield (
+                f"the summary has {row.get('num_trained', 0)} trained samples of iteration {number}, the lineage "
+                f"{trained[number]}"
+            )
     total = sum(trained[number] for number in rows)
     figures = {"samples_trained": total, "samples_generated": total, "lost": 0, "duplicates": 0}
     for name, want_count in figures.items():

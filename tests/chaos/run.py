@@ -165,7 +165,8 @@ class Driver:
                 except BadAnswer as error:
                     wrong = str(error)
                 end_s = time.monotonic()
-                return Strike(fault.kind, begin_s, end_s, fault.may_stop, did, fault.may_refuse, wrong)
+                may_refuse = fault.may_refuse_in(self.world)
+                return Strike(fault.kind, begin_s, end_s, fault.may_stop, did, may_refuse, wrong)
             except NotThere:
                 if self.world.is_over:
                     raise RunOver from None

@@ -4,7 +4,8 @@ A server can be killed, and come back with its data, with an older copy of it, o
 server is stopped for a moment, so that it is what a machine's disk would have had then.
 
 valkey's clock can be set back or forth: it runs under libfaketime, which adds the seconds of a file to the time of day.
-NATS makes its system calls without the C library, so its clock stays.
+NATS makes its system calls without the C library, so its clock stays. libfaketime leaves two files for each process
+that is killed; they are removed at the end. [test_chaos_stores: files_of_libfaketime]
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,11 @@ class Stores:
     """The file with the seconds that valkey's clock is ahead."""
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while servers are away: they come back together."""
+    pids: set[int] = field(default_factory=set)
+    """Every process of valkey so far."""
+
+    def __post_init__(self) -> None:
+        self.pids.add(self.servers.store.pid)
 
     def urls(self) -> dict[str, str]:
         """The job's `servers` section."""
@@ -55,6 +61,7 @@ class Stores:
 
     async def come_back(self) -> None:
         await self.servers.start()
+        self.pids.add(self.servers.store.pid)
 
     def copy(self, names: Collection[str], into: Path) -> None:
         """Copies the servers' data as it is on disk at one moment."""
@@ -93,6 +100,13 @@ def set_ahead(clock: Path, seconds: int) -> None:
     partial.rename(clock)
 
 
+def remove_fake_time_files(pids: Iterable[int], *, folder: Path = Path("/dev/shm")) -> None:
+    """Removes what libfaketime has left of these processes, which have ended."""
+    for pid in pids:
+        for name in (f"faketime_shm_{pid}", f"sem.faketime_sem_{pid}"):
+            (folder / name).unlink(missing_ok=True)
+
+
 def _under_fake_time(clock: Path) -> dict[str, str]:
     found = importlib.util.find_spec("libfaketime")
     assert found is not None, "libfaketime is not installed: make test installs it"
@@ -111,12 +125,16 @@ def _under_fake_time(clock: Path) -> dict[str, str]:
 async def opened(folder: Path) -> AsyncIterator[Stores]:
     clock = folder / "clock"
     set_ahead(clock, 0)
-    async with EmbeddedServers(folder, store_env=_under_fake_time(clock)) as servers:
-        links = {"nats": Link(servers.nats.port), "valkey": Link(servers.store.port)}
-        for link in links.values():
-            await link.start()
-        try:
-            yield Stores(folder, servers, links, clock)
-        finally:
+    # The files go last, once no server is left.
+    with ExitStack() as closing:
+        async with EmbeddedServers(folder, store_env=_under_fake_time(clock)) as servers:
+            links = {"nats": Link(servers.nats.port), "valkey": Link(servers.store.port)}
             for link in links.values():
-                await link.stop()
+                await link.start()
+            try:
+                stores = Stores(folder, servers, links, clock)
+                closing.callback(remove_fake_time_files, stores.pids)
+                yield stores
+            finally:
+                for link in links.values():
+                    await link.stop()

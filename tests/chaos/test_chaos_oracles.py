@@ -132,6 +132,12 @@ def _wrong_iteration(found: Collected) -> Collected:
     return replace(found, result=dict(found.result) | {"job": {"iterations": [_iteration(1)]}})
 
 
+def _wrong_row(found: Collected) -> Collected:
+    assert found.result is not None
+    rows = [_iteration(0) | {"num_trained": "7"}, _iteration(1)]
+    return replace(found, result=dict(found.result) | {"job": {"iterations": rows}})
+
+
 def _no_answer(found: Collected) -> Collected:
     return replace(found, strikes=[replace(found.strikes[0], wrong="tidegate scale ended with -11")])
 
@@ -154,6 +160,11 @@ PLANTED: dict[str, tuple[Callable[[Collected], Collected], set[str], str]] = {
     "a second resume": (_second_resume, {"resumes"}, "start 1 ended with 1 (failed) for no fault"),
     "a traceback": (_traceback, {"resumes"}, "start 0 ended with a traceback"),
     "a wrong total": (_wrong_total, {"summary"}, "samples_trained=15, the lineage 16"),
+    "a wrong number of an iteration": (
+        _wrong_row,
+        {"summary"},
+        "the summary has 7 trained samples of iteration 0, the lineage 8",
+    ),
     "an iteration that the summary lacks": (_wrong_iteration, {"summary"}, "the summary has the iterations [1] of 2"),
     "a command without an answer": (_no_answer, {"answers"}, "ended with -11"),
     "a process that is left": (_process_left, {"leftovers"}, "start 0 left process 7"),

@@ -59,6 +59,8 @@ class World:
     _printed: asyncio.Task[bytes] | None = None
     remedies: list[Callable[[], None]] = field(default_factory=list)
     """What a person does where a resume is refused because of what was done between two runs."""
+    damaged: set[Path] = field(default_factory=set)
+    """Files that a fault has damaged, also those that are mended since."""
 
     def __post_init__(self) -> None:
         urls = {} if self.stores is None else {"servers": self.stores.urls()}

@@ -36,6 +36,10 @@ class Fault(ABC):
         """Whether the start after it may be refused, until a person has mended what it did."""
         return False
 
+    def may_refuse_in(self, world: World) -> bool:
+        """Whether the start after it may be refused, now that it has struck. At most where `may_refuse` says so."""
+        return self.may_refuse
+
     @property
     def loses_records(self) -> bool:
         """Whether a store loses data: the accounts then begin anew with the next start."""

@@ -3,7 +3,7 @@
 What a resume has to do depends on the file:
 
 - it heals: the resume goes on at the first try. Logs, the record of the last end, an endpoint that a kill left, a line
-  that a kill tore, and a checkpoint with an older sound one behind it.
+  that a kill tore, and a checkpoint beside which there is a sound one.
 - it heals or is refused: the resume goes on, or ends with one message. Then the driver does what a person would: it
   puts the file back, or removes the embedded servers' data.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -74,7 +75,16 @@ class Damage(Fault):
     def may_refuse(self) -> bool:
         # A checkpoint may be the only one.
         heals = self.pattern in _HEALS or (self.pattern, self.how) in _HEALS_TOO
-        return not heals or self.pattern.startswith("checkpoints")
+        return not heals or self._is_of_checkpoint
+
+    def may_refuse_in(self, world: World) -> bool:
+        if not self._is_of_checkpoint:
+            return self.may_refuse
+        return _is_without_sound_checkpoint(world.root, world.damaged)
+
+    @property
+    def _is_of_checkpoint(self) -> bool:
+        return self.pattern.startswith("checkpoints")
 
     @property
     def loses_records(self) -> bool:
@@ -89,6 +99,7 @@ class Damage(Fault):
         if path is None:
             return f"{stopped}; there is no {self.pattern}"
         world.remedies.append(_Remedy(path, path.read_bytes() if path.exists() else None, world.root))
+        world.damaged.add(path)
         _damage(path, self.how, self.place)
         return f"{stopped}; {path.relative_to(world.root)} is {self.how} at {self.place:g}"
 
@@ -107,6 +118,14 @@ class _Remedy:
             # A resume may have set the damaged checkpoint aside.
             self.path.parent.mkdir(exist_ok=True)
             self.path.write_bytes(self.content)
+
+
+def _is_without_sound_checkpoint(root: Path, damaged: Collection[Path]) -> bool:
+    """Whether no checkpoint is whole of which no file was ever damaged, and one was damaged. A resume may have removed
+    or set aside the damaged ones since."""
+    struck = {path.parent for path in damaged if path.is_relative_to(root / "checkpoints")}
+    whole = {path.parent for path in root.glob("checkpoints/inc*-it*/manifest.json")}
+    return bool(struck) and not whole - struck
 
 
 def _damage(path: Path, how: str, place: float) -> None:

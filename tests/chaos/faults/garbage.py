@@ -1,4 +1,7 @@
-"""Bytes that nobody should have sent: on the job's subjects, to its ports and sockets."""
+"""Bytes that nobody should have sent: on the subjects of the job and of the term, to its ports and sockets.
+
+A plan records the subject itself, so that a recorded plan does not depend on the list from which it was drawn.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,9 @@ _SUBJECTS = (
     f"tg.samples.{{job}}.scored.1.1.{_FOREIGN_PROMPT}",
     "tg.responses.{job}",
     "tg.unknown.{job}",
+    "tg.state.{job}",
+    "tg.dead.{job}",
+    "$KV.TG_TERM.store",
 )
 _CONNECT_TIMEOUT_S = 2.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -39,7 +45,7 @@ def _drawn_bytes(rng: random.Random) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OnSubject(Fault):
-    """A message on one of the job's subjects. The driver drops the dead letters that come of it."""
+    """A message on one of the job's subjects or on the term's. The driver drops the dead letters that come of it."""
 
     weight: ClassVar[int] = 2
     subject: str
