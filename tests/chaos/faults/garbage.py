@@ -23,12 +23,14 @@ from tests.chaos.variants import Variant
 from tests.chaos.world import NotThere, World
 
 _FOREIGN_PROMPT = 99_999
-"""No iteration has it: a message under a prompt of the job would keep the real group away."""
+"""No iteration has it."""
 _SUBJECTS = (
     "tg.events.{job}",
     "tg.figures.{job}.rollout@n0.progress.0",
     f"tg.samples.{{job}}.generated.1.0.{_FOREIGN_PROMPT}",
     f"tg.samples.{{job}}.scored.1.1.{_FOREIGN_PROMPT}",
+    "tg.samples.{job}.generated.1.1.{prompt}",
+    "tg.samples.{job}.scored.1.1.{prompt}",
     "tg.responses.{job}",
     "tg.unknown.{job}",
     "tg.state.{job}",
@@ -53,7 +55,10 @@ class OnSubject(Fault):
 
     @classmethod
     def drawn(cls, rng: random.Random, variant: Variant) -> Self:
-        return cls(rng.choice(_SUBJECTS), _drawn_bytes(rng))
+        prompts = variant.training.prompts
+        # A prompt of the second iteration: its group is still to come, or is there.
+        prompt = prompts + rng.randrange(prompts)
+        return cls(rng.choice(_SUBJECTS).replace("{prompt}", str(prompt)), _drawn_bytes(rng))
 
     async def inflict(self, world: World) -> str:
         subject = self.subject.format(job=world.name)
