@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +86,10 @@ def ends_s(scenario: Scenario, name: str) -> tuple[float, float]:
     return float(found), world.now_s - SYNC_S
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others(waits: bool) -> None:
+def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others() -> None:
     situation, simulated = opened(PUBLISHED, 2)
     seen = forecast(situation, simulated, short_between_long(situation, 0.25))
-    plans = replace(family(seen.cluster, 1 if waits else 4, seen.span_s), waits=waits)
+    plans = family(seen.cluster, 4, seen.span_s)
     alone = [(end_s[0], others_s[0]) for end_s, others_s in map(seen.ends_s, map(plans.row, range(plans.count)))]
     assert pytest.approx(np.array(alone)) == np.array(seen.ends_s(plans)).T
 
@@ -150,19 +148,6 @@ def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     assert (around.trainer + around.inference).max() <= 64
     rows = {(*around.start_s[[at]], *around.trainer[at], *around.inference[at]) for at in range(around.count)}
     assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
-
-
-def test_a_plan_that_waits_ends_after_the_rollout_and_lends_it_the_trainers_gpus() -> None:
-    situation, simulated = opened(of(n_minibatches=1), 1)
-    seen = forecast(situation, simulated, short_between_long(situation, 0.25))
-    begun = replace(seen, cluster=replace(seen.cluster, num_engines=22, num_trainer_gpus=16, num_inference_gpus=4))
-    plan = Plans(np.zeros(1), np.array([[16]]), np.array([[4]]))
-    (streams_s,), _ = begun.ends_s(plan)
-    (waits_s,), _ = begun.ends_s(replace(plan, waits=True))
-    nothing_lent = replace(begun, cluster=replace(begun.cluster, num_gpus=48))
-    (later_s,), _ = nothing_lent.ends_s(replace(plan, waits=True))
-    assert waits_s > max(begun.over_s(30), streams_s)
-    assert later_s > waits_s
 
 
 def test_among_plans_with_equal_ends_the_one_with_more_slack_is_chosen() -> None:

@@ -28,19 +28,13 @@ class Plans:
 
     start_s: seconds from now until the first moves; it counts only while the trainer is between two updates.
     trainer, inference: GPUs during each minibatch; engines have the others.
-    waits: True for all plans or for none, and only where one minibatch is to come. Before it the trainer lends its GPUs
-      to the engines, until the rollout is over.
     infer_s: seconds from now until inference gets the GPUs of its first stage, ahead of the trainer. None: with it.
     """
 
     start_s: Floats
     trainer: Ints
     inference: Ints
-    waits: bool = False
     infer_s: Floats | None = None
-
-    def __post_init__(self) -> None:
-        assert not self.waits or self.trainer.shape[1] == 1, "only the last minibatch waits"
 
     @property
     def count(self) -> int:
@@ -53,16 +47,14 @@ class Plans:
 
     def row(self, index: int) -> Plans:
         own = slice(index, index + 1)
-        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.waits, self.infers_s[own])
+        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.infers_s[own])
 
     @staticmethod
     def of(*several: Plans) -> Plans:
-        """`waits` is that of the first."""
         return Plans(
             np.concatenate([each.start_s for each in several]),
             np.concatenate([each.trainer for each in several]),
             np.concatenate([each.inference for each in several]),
-            several[0].waits,
             np.concatenate([each.infers_s for each in several]),
         )
 

@@ -1,9 +1,9 @@
 """When the iteration ends under each of many plans, all computed at once: one row a plan, numpy along it.
 
 A plan says when the trainer gets its first GPUs and, for each remaining minibatch, how many GPUs train and infer during
-it; engines have the others. So an iteration is a few segments in which no size changes: one a minibatch, and one more
-where the last minibatch waits for the rollout. Where gradients are carried, a minibatch has two where the rollout ends
-in it: from then on the trainer has the engines' GPUs, if the rest is worth the move. In each segment:
+it; engines have the others. So an iteration is a few segments in which no size changes: one a minibatch. Where
+gradients are carried, a minibatch has two where the rollout ends in it: from then on the trainer has the engines' GPUs,
+if the rest is worth the move. In each segment:
 
 1. Decoding. A step of n engines with b running sequences and K KV tokens takes
 
@@ -110,8 +110,6 @@ class Forecast:
         for column in range(last + 1):
             if column == last:
                 others_s = at.t
-                if plans.waits:
-                    at, trainer = self._through(at, self._waiting(plans)), np.zeros(plans.count)
             segment, trainer = self._segment(plans, column, trainer, at, nth + column)
             at = self._through(at, segment)
             if at.is_mid.any():
@@ -185,13 +183,6 @@ class Forecast:
             is_cut=True,
         )
 
-    def _waiting(self, plans: Plans) -> Segment:
-        """The segment before a last minibatch that waits: until the rollout is over, the trainer has no GPUs."""
-        inference, none = plans.inference[:, -1].astype(np.float64), np.zeros(plans.count)
-        spare = self.cluster.num_gpus - inference
-        engines = np.maximum(1.0, spare // self.cluster.engine_size)
-        return Segment(engines, inference, none, np.full(plans.count, NEVER_S), none, None, 0.0, is_cut=True)
-
     def _segment(self, plans: Plans, column: int, before: Floats, at: At, minibatch: int) -> tuple[Segment, Floats]:
         """The segment of a minibatch, and its trainer's GPUs: after the rollout's end those of the engines too."""
         cluster, costs = self.cluster, self.costs
@@ -203,9 +194,9 @@ class Forecast:
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
         # Before an open minibatch ends, engines are asked ahead; else the release delays the trainer.
-        is_unannounced = plans.waits or (column == 0 and not cluster.is_open)
+        is_unannounced = column == 0 and not cluster.is_open
         released_s = costs.release_s if is_unannounced else 0.0
-        idle_share = self._idle_share(before, trainer) if cluster.carries and not plans.waits else 1.0
+        idle_share = self._idle_share(before, trainer) if cluster.carries else 1.0
         units = cluster.units(trainer)
         switch_s = cluster.switch_s[cluster.units(before), units]
         starts_s = np.where(inference > cluster.num_inference_gpus, costs.inference_start_s, 0.0)

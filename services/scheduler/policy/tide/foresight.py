@@ -10,8 +10,6 @@ Invariants:
   than `least_payback` times the seconds of the move. [test_tide_policy: moves_only_where_that_gains]
 - An iteration opens with the trainer's GPUs lent to the rollout only where that lowers the score as much.
   [test_tide_policy: where_lending_the_trainers_gpus]
-- Before the last minibatch they are lent only where that brings the end forward as much.
-  [test_tide_policy: the_last_minibatch_waits]
 """
 
 from __future__ import annotations
@@ -33,9 +31,6 @@ from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
 from tidegate.short_lists import counted
 from tidegate.types import GpuId
-
-WORTH_SEARCHING = 1.02
-"""A plan with a wait is searched from only where its score is at most this times that of the plan without."""
 
 FAR_S = 1e6
 """The end that a remembered plan has where the forecast has none."""
@@ -98,12 +93,7 @@ class Foresight:
         begin = coarse if known is None else Plans.of(known, coarse)
         found = search(forecast, begin, rounds=self.rules.rounds)
         found = replace(found, weighed=(alternative(_told(found), found, is_chosen=True),))
-        found = self._or_stay(forecast, found) if is_move else found
-        can_lend = memory.is_begun and cluster.num_trainer_gpus > 0
-        # Without ranks nobody has an open minibatch's gradients.
-        has_gradients = not situation.trainer.training.is_at_boundary and not cluster.is_open
-        can_wait = situation.num_unfinished and can_lend and num_left == 1 and not has_gradients
-        return self._or_wait(forecast, found) if can_wait else found
+        return self._or_stay(forecast, found) if is_move else found
 
     def kept(
         self,
@@ -155,22 +145,6 @@ class Foresight:
         does_stay = stays.score_s <= found.score_s + least_s
         what = f"the trainer stays on {counted(cluster.num_trainer_gpus, 'GPU')} (a move must gain {least_s:.1f} s)"
         return _of_two(found, stays, what, is_other=does_stay)
-
-    def _or_wait(self, forecast: Forecast, found: Found) -> Found:
-        """The plan, or, where lending the trainer's GPUs pays, one whose last minibatch, which is next, waits for the
-        end of the rollout."""
-        waits = best_of(forecast, replace(found.plan, waits=True))
-        what = "the last minibatch waits, and its GPUs generate"
-        if waits.score_s > found.score_s * WORTH_SEARCHING:
-            return _of_two(found, waits, what, is_other=False)
-        waits = search(forecast, waits.plan, rounds=self.rules.rounds)
-        if not waits.end_s < found.end_s - self._lending_s(forecast, waits.plan):
-            return _of_two(found, waits, what, is_other=False)
-        waits = _of_two(found, waits, what, is_other=True)
-        cluster = forecast.cluster
-        num_engines = (cluster.num_gpus - int(waits.plan.inference[0, 0])) // cluster.engine_size
-        start_s = np.array([forecast.over_s(num_engines)])
-        return replace(waits, plan=replace(waits.plan, start_s=start_s, infer_s=None))
 
     def _lending_s(self, forecast: Forecast, plan: Plans) -> float:
         """The least gain of lending the trainer's GPUs. To end it, engines let go of the GPUs of the plan's next
@@ -226,7 +200,6 @@ def planned(situation: Situation, found: Found) -> TidePlan:
     return TidePlan(
         starts_at_ms=situation.now_ms + round(1000 * starts_s),
         stages=stages,
-        waits=plan.waits,
         ends_at_ms=situation.now_ms + round(1000 * min(found.end_s, FAR_S)),
         made_at_ms=situation.now_ms,
         infers_at_ms=situation.now_ms + round(1000 * infers_s) if infers_s < starts_s else None,
@@ -234,7 +207,7 @@ def planned(situation: Situation, found: Found) -> TidePlan:
 
 
 def of_memory(situation: Situation, memory: TideMemory, num_left: int) -> Plans | None:
-    """The last `num_left` stages of the remembered plan, without a wait; None where it has fewer."""
+    """The last `num_left` stages of the remembered plan; None where it has fewer."""
     plan = memory.plan
     if plan is None or len(plan.stages) < num_left:
         return None

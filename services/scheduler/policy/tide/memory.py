@@ -22,14 +22,12 @@ class TidePlan:
     starts_at_ms, ends_at_ms: the trainer's start and the iteration's end, as forecast at `made_at_ms`.
     stages: by minibatch, the last ones of the iteration.
     infers_at_ms: when inference gets its GPUs, ahead of the trainer. None: with it.
-    waits: before the last minibatch the trainer lends its GPUs to the engines until the rollout is over.
     """
 
     starts_at_ms: int
     stages: tuple[PlannedStage, ...]
     ends_at_ms: int
     made_at_ms: int
-    waits: bool = False
     infers_at_ms: int | None = None
 
 

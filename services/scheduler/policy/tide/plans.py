@@ -152,7 +152,7 @@ def neighbours(plan: Plans, cluster: Cluster, span_s: float, *, infers_ahead: bo
     infer = plan.infers_s + np.array([change[1] for change in changes])
     trainer = plan.trainer + np.array([change[2] for change in changes], dtype=np.int64)
     inference = plan.inference + np.array([change[3] for change in changes], dtype=np.int64)
-    around = legal(Plans(start, trainer, inference, plan.waits, infer), cluster)
+    around = legal(Plans(start, trainer, inference, infer), cluster)
     same = (around.start_s == plan.start_s) & (around.infers_s == plan.infers_s)
     same &= (around.trainer == plan.trainer).all(axis=1)
     different = ~(same & (around.inference == plan.inference).all(axis=1))
@@ -160,7 +160,6 @@ def neighbours(plan: Plans, cluster: Cluster, span_s: float, *, infers_ahead: bo
         around.start_s[different],
         around.trainer[different],
         around.inference[different],
-        plan.waits,
         around.infers_s[different],
     )
 
@@ -172,7 +171,7 @@ def legal(plans: Plans, cluster: Cluster) -> Plans:
     most = max(fewest, (cluster.num_gpus - least) // cluster.unit_size)
     trainer = np.clip(plans.trainer // cluster.unit_size, fewest, most) * cluster.unit_size
     inference = np.clip(plans.inference, least, np.maximum(cluster.num_gpus - trainer, least))
-    return Plans(np.maximum(plans.start_s, 0.0), trainer, inference, plans.waits, np.maximum(plans.infers_s, 0.0))
+    return Plans(np.maximum(plans.start_s, 0.0), trainer, inference, np.maximum(plans.infers_s, 0.0))
 
 
 def _inference_step(cluster: Cluster) -> int:

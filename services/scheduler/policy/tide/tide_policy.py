@@ -9,21 +9,18 @@ An iteration:
    earlier: the trainer waits for the lowest number, and inference does not.
 4. When a minibatch's last group has been taken, its end is known. Before that end, by the time that engines need to let
    go, the plan is searched again, and the next minibatch's GPUs move.
-5. Before the last minibatch the trainer lends its GPUs to the engines where that pays. It starts once more when its
-   start has come, at the latest when the rollout is over.
-6. Where gradients are carried, a minibatch that has not got its last group is looked at again while GPUs are idle: free
+5. Where gradients are carried, a minibatch that has not got its last group is looked at again while GPUs are idle: free
    ones, and engines without a sequence. Its GPUs change where that gains as much as any move must.
-7. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
+6. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
 
 A death is answered at once, with the remaining GPUs. A GPU that comes back is used from the next move on.
 
 Invariants:
-- The trainer moves once a minibatch, and twice before one that waits. Deaths and the ends of rollout and inference add
-  moves, and so do idle GPUs where gradients are carried. [test_tide_policy: while_a_minibatch_is_open]
+- The trainer moves once a minibatch. Deaths and the ends of rollout and inference add moves, and so do idle GPUs where
+  gradients are carried. [test_tide_policy: while_a_minibatch_is_open]
   [test_tide_policy: an_open_minibatch_keeps_its_gpus]
-- A trainer with carried gradients keeps a rank. [test_tide_policy: carried_gradients_does_not_lend]
 - A trainer without GPUs has a start, and begins at the latest when no sequence is unfinished.
-  [test_tide_policy: a_wait_lends_the_trainers]
+  [test_tide_policy: begins_at_the_latest]
 - Every choice is legal on the GPUs that are there; a lack of GPUs raises no error.
   [test_tide_policy: without_gpus_for_a_copy]
 - While groups are left, no GPU is idle that a component with work could use.
@@ -219,9 +216,6 @@ class TidePolicy:
                 reason = f"minibatch {coming - 1} ends in {ahead_s + lead_s:.1f} s"
                 return _chosen(situation, assigned, memory, reason, ask_in_s=ahead_s)
         memory, weighed = self._planned(situation, assigned, memory, there, is_move=True)
-        assert memory.plan is not None, "it was just made"
-        if memory.plan.waits:
-            return replace(self._waiting(situation, assigned, memory, there), alternatives=weighed)
         choice = self._moved(situation, assigned, memory, there, f"minibatch {coming} is next")
         return replace(choice, alternatives=weighed)
 
@@ -249,8 +243,7 @@ class TidePolicy:
             memory, weighed = self._planned(situation, assigned, memory, there, is_move=is_move)
             split = _split_planned(situation, memory, len(there))
             is_same = (split.num_trainer_gpus, split.num_inference_gpus) == has
-            waits = memory.plan is not None and memory.plan.waits
-            if is_same or waits or _starts_in_s(situation, memory) > SOON_S:
+            if is_same or _starts_in_s(situation, memory) > SOON_S:
                 return _chosen(situation, assigned, memory, why, ask_in_s=SOON_S)
         choice = self._moved(situation, assigned, memory, there, f"minibatch {_coming(situation)} goes on")
         return replace(choice, alternatives=weighed)
@@ -269,22 +262,6 @@ class TidePolicy:
         )
         reason = f"{why}; {_described(situation, memory)}"
         return _chosen(situation, assigned, memory, reason, order=order_back(situation))
-
-    def _waiting(
-        self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
-    ) -> Choice:
-        """The choice that lends the trainer's GPUs. As before the first minibatch, it has none until its start comes or
-        the rollout is over. It gives them up at the boundary, and not ahead: no engine has to let go of a GPU."""
-        assert memory.plan is not None, "only what is planned is carried out"
-        if not situation.trainer.training.is_at_boundary:
-            reason = f"the last minibatch is to wait; {_described(situation, memory)}"
-            return _chosen(situation, before, memory, reason, trains=False)
-        split = _without_trainer(situation, memory.plan.stages[0].num_inference_gpus, len(there))
-        assigned = seated(situation, split, before, there)
-        memory = replace(memory, is_begun=False, num_answered=0, plan=replace(memory.plan, waits=False))
-        reason = f"the last minibatch waits for the rollout; {_described(situation, memory)}"
-        ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
-        return _chosen(situation, assigned, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
 
     def _home(self, situation: Situation, memory: TideMemory, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
@@ -397,11 +374,10 @@ def _chosen(
     *,
     order: Iterable[int] = (),
     ask_in_s: float | None = None,
-    trains: bool = True,
 ) -> Choice:
     return Choice(
         assignment=assigned,
-        trains=trains and memory.is_begun,
+        trains=memory.is_begun,
         reason=f"tide: {reason}; {assigned}",
         memory=memory,
         group_order=tuple(order),
@@ -415,5 +391,4 @@ def _described(situation: Situation, memory: TideMemory) -> str:
     assert plan is not None, "asked once it is planned"
     trainer = stages_text([stage.num_trainer_gpus for stage in plan.stages])
     starts_s, ends_s = ((at - situation.now_ms) / 1000 for at in (plan.starts_at_ms, plan.ends_at_ms))
-    wait = ", the last once the rollout is over" if plan.waits else ""
-    return f"the trainer starts in {starts_s:.0f} s on {trainer}{wait}; the iteration ends in {ends_s:.0f} s"
+    return f"the trainer starts in {starts_s:.0f} s on {trainer}; the iteration ends in {ends_s:.0f} s"

@@ -242,71 +242,15 @@ def test_after_the_last_minibatch_everything_goes_home() -> None:
     assert POLICY.choose(done).assignment == as_configured(SPEC)
 
 
-def before_the_last(*, num_waiting: int, trainer_tokens_per_s: float, now_ms: int = 50_000) -> Situation:
-    """16 GPUs of which a copy of the trainer takes 8, one sequence an engine at a time, the last of two minibatches to
-    begin."""
-    spec = job(actor=8, rollout=6, inference=2, actor_tp=8, rollout_tp=2, prompts=128, group_size=4, minibatches=2)
-    return seen(
-        spec,
-        as_configured(spec),
-        num_unfinished=num_waiting + 3,
-        num_unsubmitted=num_waiting,
-        max_running=1,
-        measured=(TrainerRate(spec.placement[Role.ACTOR].layout, trainer_tokens_per_s),),
-        num_done=1,
-        num_taken=64,
-        now_ms=now_ms,
-        remembered=Remembered(
-            iteration=0, assignment=as_configured(spec), own=TideMemory(is_begun=True, num_answered=1)
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "num_waiting", "trainer_tokens_per_s", "want"),
-    [
-        ("the engines need the trainer's GPUs for long, and it is fast", 253, 3000.0, True),
-        ("the rollout is nearly over", 5, 3000.0, False),
-        ("the trainer needs longer than the rollout", 253, 200.0, False),
-    ],
-)
-def test_the_last_minibatch_waits_for_the_rollout_where_that_ends_the_iteration_sooner(
-    case: str, num_waiting: int, trainer_tokens_per_s: float, want: bool
-) -> None:
-    choice = POLICY.choose(before_the_last(num_waiting=num_waiting, trainer_tokens_per_s=trainer_tokens_per_s))
-    assert (choice.assignment.trainer is None) is want, case
-    assert ("the last minibatch waits" in choice.reason) is want
-    assert memory_of(choice).is_begun is not want
-
-
-def test_a_wait_lends_the_trainers_gpus_to_engines_and_ends_when_its_start_has_come() -> None:
-    waits = POLICY.choose(before_the_last(num_waiting=253, trainer_tokens_per_s=3000.0))
-    assert len(waits.assignment.engines) == 7
-    assert waits.assignment.inference
-    memory = memory_of(waits)
+def test_a_trainer_without_gpus_begins_at_the_latest_when_the_rollout_is_over() -> None:
+    opened = POLICY.choose(opening())
+    memory = memory_of(opened)
+    assert opened.assignment.trainer is None
     assert memory.plan is not None
-    assert waits.ask_at_ms == memory.plan.starts_at_ms > 50_000
-    spec, assignment = before_the_last(num_waiting=0, trainer_tokens_per_s=1.0).spec, waits.assignment
-    rates = (TrainerRate(spec.placement[Role.ACTOR].layout, 3000.0),)
-
-    def at(now_ms: int, *, num_unfinished: int, num_waiting: int = 0) -> Assignment:
-        situation = seen(
-            spec,
-            assignment,
-            num_unfinished=num_unfinished,
-            num_unsubmitted=num_waiting,
-            max_running=1,
-            measured=rates,
-            num_done=1,
-            num_taken=64,
-            now_ms=now_ms,
-            remembered=after(waits),
-        )
-        return POLICY.choose(situation).assignment
-
-    assert at(51_000, num_unfinished=207, num_waiting=200) == assignment
-    assert at(memory.plan.starts_at_ms, num_unfinished=5).trainer is not None, "its start has come"
-    assert at(51_000, num_unfinished=0).trainer is not None, "the rollout was over earlier"
+    later = replace(memory, plan=replace(memory.plan, starts_at_ms=10**6, ends_at_ms=2 * 10**6))
+    before = replace(after(opened), own=later)
+    over = seen(SPEC, opened.assignment, num_unfinished=0, measured=RATES, remembered=before, now_ms=50_000)
+    assert POLICY.choose(over).assignment.trainer is not None
 
 
 def test_a_trainer_of_any_number_of_copies_can_be_chosen() -> None:
@@ -422,16 +366,6 @@ def test_idle_gpus_come_to_an_open_minibatch_where_gradients_are_carried() -> No
 )
 def test_an_open_minibatch_keeps_its_gpus_where(situation: Situation) -> None:
     assert POLICY.choose(situation).assignment == as_configured(SPEC)
-
-
-def test_a_trainer_with_carried_gradients_does_not_lend_its_gpus() -> None:
-    situation = before_the_last(num_waiting=249, trainer_tokens_per_s=3000.0)
-    begun_one = replace(situation.trainer.training, is_at_boundary=False, num_taken=65)
-    trainer = replace(situation.trainer, training=begun_one)
-    carrying = replace(situation, spec=replace(situation.spec, carries_gradients=True), trainer=trainer)
-    goes_on, lends = POLICY.choose(carrying), POLICY.choose(situation)
-    assert (goes_on.assignment.trainer is not None, goes_on.trains) == (True, True)
-    assert lends.assignment.trainer is None
 
 
 @pytest.mark.parametrize(
