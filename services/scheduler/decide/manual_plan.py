@@ -111,7 +111,7 @@ def _reshard_s(before: Layout, after: Layout, costs: Costs) -> float:
         return costs.reshard_s
     most, size, new_size = max(before.dp, after.dp), replica_size(before), replica_size(after)
     if replace(before, dp=1) == replace(after, dp=1):
-        matrix = costs.trainer_switches_s(copy_size=size, most=most, known=(before.dp,))
+        matrix = costs.trainer_switches_s(copy_size=size, most=most)
     else:
         matrix = costs.trainer_reshapes_s(copy_size=size, new_size=new_size, most=most)
     return float(matrix[before.dp, after.dp])

@@ -97,29 +97,27 @@ class ActorLayouts:
                 return Placed(gpus[: dp * copy.num_ranks], replace(copy, dp=dp))
         return None
 
-    def switches_s(self, costs: Costs, *, trained_on: tuple[int, ...] = ()) -> Floats:
-        """Seconds from one number of steps to another, [before, after]. `trained_on`: the numbers of steps whose
-        layouts have their communicators."""
+    def switches_s(self, costs: Costs) -> Floats:
+        """Seconds from one number of steps to another, [before, after]."""
         if len(self.kinds) == 1:
-            return costs.trainer_switches_s(copy_size=self.step, most=len(self.rates) - 1, known=trained_on)
+            return costs.trainer_switches_s(copy_size=self.step, most=len(self.rates) - 1)
         seconds = np.full((len(self.rates),) * 2, costs.reshard_s)
         of_kind = [np.flatnonzero((self.kind_of == at) & (self.copies > 0)) for at in range(len(self.kinds))]
         for before, rows in enumerate(of_kind):
             for after, columns in enumerate(of_kind):
                 if rows.size and columns.size:
-                    known = tuple(sorted({int(self.copies[at]) for at in columns if int(at) in trained_on}))
-                    block = self._kind_switches_s(costs, before, after, known)
+                    block = self._kind_switches_s(costs, before, after)
                     seconds[np.ix_(rows, columns)] = block[np.ix_(self.copies[rows], self.copies[columns])]
         seconds[self.copies == 0] = costs.load_s
         np.fill_diagonal(seconds, 0.0)
         return seconds
 
-    def _kind_switches_s(self, costs: Costs, before: int, after: int, known: tuple[int, ...]) -> Floats:
+    def _kind_switches_s(self, costs: Costs, before: int, after: int) -> Floats:
         sizes = self.kinds[before].copy.num_ranks, self.kinds[after].copy.num_ranks
         most = int(self.copies.max())
         if before == after:
-            return costs.trainer_switches_s(copy_size=sizes[0], most=most, known=known)
-        return costs.trainer_reshapes_s(copy_size=sizes[0], new_size=sizes[1], most=most, known=known)
+            return costs.trainer_switches_s(copy_size=sizes[0], most=most)
+        return costs.trainer_reshapes_s(copy_size=sizes[0], new_size=sizes[1], most=most)
 
 
 def step_of(spec: JobSpec) -> int:

@@ -75,16 +75,16 @@ class Costs:
     inference_start_s: float
     reshard: ReshardCosts | None = None
 
-    def trainer_switches_s(self, *, copy_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
+    def trainer_switches_s(self, *, copy_size: int, most: int) -> Floats:
         """The matrix of `switch_seconds`: by the number of the trainer's copies before and after."""
         own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
-        return switch_seconds(own, copy_size=copy_size, most=most, known=known)
+        return switch_seconds(own, copy_size=copy_size, most=most)
 
-    def trainer_reshapes_s(self, *, copy_size: int, new_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
+    def trainer_reshapes_s(self, *, copy_size: int, new_size: int, most: int) -> Floats:
         """The matrix of `reshape_seconds`: by the number of the trainer's copies of `copy_size` GPUs before, and of
         `new_size` GPUs after."""
         own = TrainerSwitchCosts(self.load_s, self.reshard_s, self.reshard)
-        return reshape_seconds(own, copy_size=copy_size, new_size=new_size, most=most, known=known)
+        return reshape_seconds(own, copy_size=copy_size, new_size=new_size, most=most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,15 +94,16 @@ class TrainerSwitchCosts:
 
 
 @lru_cache(maxsize=16)
-def switch_seconds(costs: TrainerSwitchCosts, *, copy_size: int, most: int, known: tuple[int, ...] = ()) -> Floats:
+def switch_seconds(costs: TrainerSwitchCosts, *, copy_size: int, most: int) -> Floats:
     """The matrix [copies before, copies after] of seconds, up to `most` copies. Its diagonal is 0.
 
-    The process groups exist for the numbers of copies in `known`. The array is read-only: equal calls share it.
+    The array is read-only: equal calls share it.
     """
     seconds = np.full((most + 1, most + 1), costs.reshard_s)
     if (own := costs.reshard) is not None:
-        is_new = ~np.isin(np.arange(most + 1), known)
-        seconds = own.setup_s + own.communicators_s * is_new + _moving_s(own, copy_size=copy_size, most=most)
+        copies = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
+        moved = own.busiest_bytes(copies[:, None], copies[None, :], copy_size=copy_size)
+        seconds = own.setup_s + own.communicators_s + moved / own.bytes_per_s
     seconds[0] = costs.load_s
     np.fill_diagonal(seconds, 0.0)
     seconds.setflags(write=False)
@@ -110,9 +111,7 @@ def switch_seconds(costs: TrainerSwitchCosts, *, copy_size: int, most: int, know
 
 
 @lru_cache(maxsize=16)
-def reshape_seconds(
-    costs: TrainerSwitchCosts, *, copy_size: int, new_size: int, most: int, known: tuple[int, ...] = ()
-) -> Floats:
+def reshape_seconds(costs: TrainerSwitchCosts, *, copy_size: int, new_size: int, most: int) -> Floats:
     """The matrix [copies of `copy_size` GPUs before, copies of `new_size` after] of seconds, up to `most` copies.
 
     The array is read-only, as that of `switch_seconds`."""
@@ -120,15 +119,7 @@ def reshape_seconds(
     if (own := costs.reshard) is not None:
         copies = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
         moved = own.reshaped_bytes(copies[:, None], copies[None, :], copy_size=copy_size, new_size=new_size)
-        is_new = ~np.isin(np.arange(most + 1), known)
-        seconds = own.setup_s + own.communicators_s * is_new + moved / own.bytes_per_s
+        seconds = own.setup_s + own.communicators_s + moved / own.bytes_per_s
     seconds[0] = costs.load_s
     seconds.setflags(write=False)
     return seconds
-
-
-@lru_cache(maxsize=16)
-def _moving_s(costs: ReshardCosts, *, copy_size: int, most: int) -> Floats:
-    """The bytes' part of `switch_seconds`. It does not depend on `known`, and it is nearly all of the computation."""
-    copies = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
-    return costs.busiest_bytes(copies[:, None], copies[None, :], copy_size=copy_size) / costs.bytes_per_s

@@ -105,11 +105,8 @@ def trainer_layouts(situation: Situation, num_gpus: int) -> ActorLayouts:
     return actor_layouts(situation, num_gpus, most_copies=num_sequences(situation))
 
 
-def cluster_of(
-    situation: Situation, assignment: Assignment, there: tuple[GpuId, ...], *, trained_on: tuple[int, ...] = ()
-) -> Cluster:
-    """The cluster with the assignment carried out. `trained_on`: numbers of units whose layouts have their
-    communicators."""
+def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId, ...]) -> Cluster:
+    """The cluster with the assignment carried out."""
     training, engines = situation.trainer.training, situation.engines
     layouts = trainer_layouts(situation, len(there))
     until_s = _until_s(situation, training.closes_at_ms)
@@ -119,7 +116,7 @@ def cluster_of(
         engine_size=engine_size(situation.spec),
         unit_size=layouts.step,
         unit_rates=layouts.rates,
-        switch_s=layouts.switches_s(situation.costs, trained_on=trained_on),
+        switch_s=layouts.switches_s(situation.costs),
         inference_rate=situation.inference_tokens_per_s_per_gpu,
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),

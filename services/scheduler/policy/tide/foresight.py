@@ -82,7 +82,7 @@ class Foresight:
         order: tuple[int, ...] = (),
     ) -> Found:
         """The plan to go on with. `is_move`: it is carried out at once. `order`: of prompts; empty: the queue's own."""
-        cluster = cluster_of(situation, assigned, there, trained_on=memory.trained_on)
+        cluster = cluster_of(situation, assigned, there)
         forecast = self._forecast(situation, cluster, order)
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)

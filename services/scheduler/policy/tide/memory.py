@@ -36,10 +36,8 @@ class TideMemory(PolicyMemory):
     """is_begun: the trainer has got its GPUs in this iteration.
     num_answered: the number of minibatches that have got their GPUs.
     plan: how to go on.
-    trained_on: the numbers of units (`cluster`) that the trainer had since it last had no GPUs, in ascending order.
     """
 
     is_begun: bool = False
     num_answered: int = 0
     plan: TidePlan | None = None
-    trained_on: tuple[int, ...] = ()

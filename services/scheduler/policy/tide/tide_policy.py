@@ -40,7 +40,6 @@ from services.scheduler.policy.tide.cluster import (
     fitting,
     gpus_there,
     num_idle_engines,
-    unit_size,
 )
 from services.scheduler.policy.tide.foresight import (
     FAR_S,
@@ -81,13 +80,12 @@ class TidePolicy:
 
     def choose(self, situation: Situation) -> Choice:
         there, recalled = gpus_there(situation), situation.recalled(TideMemory)
-        memory = _memory(situation)
         if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
-            return self._home(situation, memory, there)
+            return self._home(situation, recalled[1] if recalled else TideMemory(), there)
         if recalled is None:
             is_begun = situation.trainer.placed is not None and _coming(situation) > 0
-            return (self._taken_up if is_begun else self._opened)(situation, memory.trained_on, there)
-        before, _ = recalled
+            return (self._taken_up if is_begun else self._opened)(situation, there)
+        before, memory = recalled
         assigned = _repaired(situation, before, memory, there)
         if assigned is not before:
             memory = replace(memory, is_begun=memory.is_begun and assigned.trainer is not None)
@@ -95,10 +93,10 @@ class TidePolicy:
             return self._before_training(situation, assigned, memory, there, is_as_planned=assigned is before)
         return self._during_training(situation, assigned, memory, there, is_as_planned=assigned is before)
 
-    def _opened(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
+    def _opened(self, situation: Situation, there: tuple[GpuId, ...]) -> Choice:
         lent = Split(len(there) // engine_size(situation.spec), 0, 0)
         at_home = Assignment(as_configured(situation.spec).engines, None, ())
-        assigned, memory = seated(situation, lent, at_home, there), TideMemory(trained_on=trained_on)
+        assigned, memory = seated(situation, lent, at_home, there), TideMemory()
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, assigned, memory, there, is_as_planned=False)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
@@ -118,7 +116,7 @@ class TidePolicy:
         choice = _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
         return replace(choice, alternatives=found.weighed)
 
-    def _taken_up(self, situation: Situation, trained_on: tuple[int, ...], there: tuple[GpuId, ...]) -> Choice:
+    def _taken_up(self, situation: Situation, there: tuple[GpuId, ...]) -> Choice:
         """The first choice in an iteration in which the trainer has trained already: it starts from the present
         GPUs."""
         present = Assignment(
@@ -129,7 +127,7 @@ class TidePolicy:
         is_open = not situation.trainer.training.is_at_boundary
         split = Split(0, situation.trainer.num_gpus, len(present.inference))
         split = fitting(situation, split, len(there), keeps_trainer=is_open)
-        memory = TideMemory(is_begun=True, num_answered=_coming(situation), trained_on=trained_on)
+        memory = TideMemory(is_begun=True, num_answered=_coming(situation))
         seats = seated(situation, split, present, there)
         return self._during_training(situation, seats, memory, there, is_as_planned=True)
 
@@ -284,15 +282,6 @@ def _split_of(situation: Situation) -> Split:
     """The split of the homes."""
     sizes = {role: len(situation.spec.placement[role].gpus) for role in Role}
     return Split(sizes[Role.ROLLOUT] // engine_size(situation.spec), sizes[Role.ACTOR], sizes[Role.INFERENCE])
-
-
-def _memory(situation: Situation) -> TideMemory:
-    """The memory, with the trainer's present number of units in `trained_on`. Communicators of another iteration do
-    not count: they were on other GPUs. A trainer that has lost its GPUs has no communicators."""
-    own, recalled = situation.remembered.own, situation.recalled(TideMemory)
-    memory = own if isinstance(own, TideMemory) else TideMemory()
-    units, earlier = situation.trainer.num_gpus // unit_size(situation), memory.trained_on if recalled else ()
-    return replace(memory, trained_on=tuple(sorted({*earlier, units})) if units else ())
 
 
 def _repaired(situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> Assignment:

@@ -129,7 +129,7 @@ def test_an_assignment_gives_a_gpu_once_and_the_trainer_one_for_each_rank() -> N
         Remembered(2, 5, HOME, own=DynaRLMemory(is_begun=True, num_answered=3, low_since_ms=1234, pending_engines=0)),
         Remembered(2, 5, HOME, trains=False, own=RLinfMemory(is_begun=False, num_answered=3)),
         Remembered(2, 5, HOME, own=PhasesMemory()),
-        Remembered(2, 5, HOME, own=TideMemory(True, 2, TidePlan(1, (PlannedStage(4, 2),), 9, 0), (2, 5))),
+        Remembered(2, 5, HOME, own=TideMemory(True, 2, TidePlan(1, (PlannedStage(4, 2),), 9, 0))),
         Remembered(iteration=0, assignment=Assignment((gpus(0, 2), gpus(4, 6)), None, ())),
     ],
 )

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.policy.situation import Situation, Split, Trainer
+from services.scheduler.policy.situation import Situation, Split
 from services.scheduler.policy.stages import remaining_work, slowest_stage_s
 from services.scheduler.policy.tide.cluster import gpus_there
 from services.scheduler.policy.tide.foresight import Foresight, TideRules
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.observed import TrainerRate
 from services.scheduler.state.remembered import Assignment, Remembered
 from services.scheduler.state.switch_costs import ReshardCosts, TrainerSwitchCosts, switch_seconds
@@ -42,16 +41,13 @@ def test_a_change_takes_its_setup_its_groups_and_its_busiest_ranks_bytes(case: s
     assert seconds[before, after] == pytest.approx(1 + 5 + want)
 
 
-def test_existing_process_groups_are_not_built_again_and_no_change_takes_no_time() -> None:
-    new, known = switch_seconds(COSTS, copy_size=1, most=6), switch_seconds(COSTS, copy_size=1, most=6, known=(2, 5))
-    assert new[4, 2] - known[4, 2] == new[1, 5] - known[1, 5] == 5.0
-    assert new[4, 3] == known[4, 3]
-    assert not known.diagonal().any()
+def test_no_change_takes_no_time() -> None:
+    assert not switch_seconds(COSTS, copy_size=1, most=6).diagonal().any()
 
 
 def test_a_trainer_without_gpus_is_loaded_and_without_bytes_all_reshards_take_the_same_time() -> None:
-    assert switch_seconds(COSTS, copy_size=1, most=3, known=(2,))[0].tolist() == [0.0, 7.0, 7.0, 7.0]
-    flat = switch_seconds(replace(COSTS, reshard=None), copy_size=1, most=3, known=(2,))
+    assert switch_seconds(COSTS, copy_size=1, most=3)[0].tolist() == [0.0, 7.0, 7.0, 7.0]
+    flat = switch_seconds(replace(COSTS, reshard=None), copy_size=1, most=3)
     assert flat[1:, 1:].tolist() == [[0.0, 3.0, 3.0], [3.0, 0.0, 3.0], [3.0, 3.0, 0.0]]
 
 
@@ -79,9 +75,9 @@ FAST = ReshardCosts(
 )
 
 
-def between_updates(reshard: ReshardCosts, *, trained_on: tuple[int, ...] = ()) -> Situation:
+def between_updates(reshard: ReshardCosts) -> Situation:
     """The first of four minibatches is done and half of the iteration generated."""
-    memory = TideMemory(is_begun=True, num_answered=1, trained_on=trained_on)
+    memory = TideMemory(is_begun=True, num_answered=1)
     remembered = Remembered(iteration=0, assignment=AT_WORK, own=memory)
     situation = seen(
         SPEC, AT_WORK, num_unfinished=64, measured=RATES, num_done=1, num_taken=8, remembered=remembered, now_ms=50_000
@@ -96,31 +92,10 @@ def planned_copies(situation: Situation) -> int:
     return int(found.plan.trainer[0, 0]) // 2
 
 
-def trained_on(situation: Situation) -> tuple[int, ...]:
-    memory = TidePolicy().choose(situation).memory
-    assert isinstance(memory, TideMemory)
-    return memory.trained_on
-
-
-@pytest.mark.parametrize("known", [3, 4])
-def test_tide_prefers_the_size_whose_process_groups_exist(known: int) -> None:
-    assert planned_copies(between_updates(FAST)) > 2
-    slow = replace(FAST, communicators_s=200.0)
-    assert planned_copies(between_updates(slow, trained_on=(2, known))) == known
-
-
 def test_a_move_whose_bytes_take_longer_than_it_gains_is_not_made() -> None:
+    assert planned_copies(between_updates(FAST)) > 2
     heavy = replace(FAST, bytes_per_s=1.0, weight_bytes=10_000, optimizer_bytes=60_000)
     assert planned_copies(between_updates(heavy)) == 2
-
-
-def test_tide_remembers_the_trainers_sizes_of_this_iteration_until_it_has_no_gpus() -> None:
-    situation = between_updates(FAST, trained_on=(1, 5))
-    assert trained_on(situation) == (1, 2, 5)
-    of_another = replace(situation, remembered=replace(situation.remembered, iteration=7))
-    assert trained_on(of_another) == (2,)
-    without = replace(situation, trainer=Trainer(None, situation.trainer.training), free=gpus(0, 4))
-    assert trained_on(without) == ()
 
 
 def test_dynarls_score_counts_what_the_change_moves() -> None:

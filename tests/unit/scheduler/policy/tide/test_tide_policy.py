@@ -47,8 +47,7 @@ def begun() -> tuple[Assignment, Remembered]:
     at = opened.assignment
     moved = POLICY.choose(seen(SPEC, at, num_unfinished=64, measured=RATES, remembered=after(opened), now_ms=10**6))
     assert moved.assignment.trainer is not None
-    own = replace(memory_of(moved), trained_on=(moved.assignment.trainer.layout.dp,))
-    return moved.assignment, replace(after(moved), own=own)
+    return moved.assignment, after(moved)
 
 
 def test_an_iteration_opens_with_every_gpu_in_the_rollout_and_some_short_prompts_between_the_longest() -> None:
