@@ -1,0 +1,270 @@
+"""The parts of `tide`, and how an iteration runs without one of them.
+
+A part is left out by other values of names in the policy's modules, while one simulation runs in this process. So the
+policy has no switch that only a benchmark would use. A few parts are rules of the policy, which it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.policy import lengths_law, opening_order, supported_law, trainer_rates
+from services.scheduler.policy.lengths_law import Observed, prior
+from services.scheduler.policy.situation import Choice, Situation, Split
+from services.scheduler.policy.tide import forecast, foresight, outlook, plans, prompt_order, seating, tide_policy
+from services.scheduler.policy.tide.cluster import Plans, fitting
+from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.foresight import Foresight, TideRules
+from services.scheduler.policy.tide.inference import Inference
+from services.scheduler.policy.tide.memory import TideMemory
+from services.scheduler.policy.tide.segments import Segment
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.observed import Floats, Generation, Ints
+
+NOTHING = "nothing"
+Change = tuple[float, float, Ints, Ints]
+
+
+class Kind(StrEnum):
+    """Of a setting: minibatches take groups as they come, or fixed ones; an iteration of a minute or two; a policy that
+    is told wrong values."""
+
+    ARRIVAL = "arrival"
+    FIXED = "fixed"
+    SHORT = "short"
+    TOLD_WRONG = "told wrong"
+
+
+TOLD_RIGHT = (Kind.ARRIVAL, Kind.FIXED, Kind.SHORT)
+STREAMED = (Kind.ARRIVAL, Kind.SHORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """`name` of a module or class, and what makes its other value of the present one."""
+
+    owner: Any
+    name: str
+    other: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`rules`: of the policy, without the part. `kinds`: of the settings in which it may act. `kept_for`: why it stays
+    although it gains little; empty for the others."""
+
+    instead: tuple[Instead, ...] = ()
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    kinds: tuple[Kind, ...] = TOLD_RIGHT
+    kept_for: str = ""
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        present = [each.owner.__dict__[each.name] for each in self.instead]
+        try:
+            for each, value in zip(self.instead, present, strict=True):
+                setattr(each.owner, each.name, each.other(value))
+            yield
+        finally:
+            for each, value in zip(self.instead, present, strict=True):
+                setattr(each.owner, each.name, value)
+
+    def policy(self, rules: TideRules) -> TidePolicy:
+        return TidePolicy(replace(rules, **self.rules))
+
+
+def _value(value: Any) -> Callable[[Any], Any]:
+    return lambda present: value
+
+
+def _of_clusters(**values: Any) -> Instead:
+    """Forecasts with other values of the cluster."""
+    return Instead(
+        foresight, "cluster_of", lambda present: lambda *args, **options: replace(present(*args, **options), **values)
+    )
+
+
+def _without_changes(is_left_out: Callable[[Ints, Ints], Any]) -> Instead:
+    """A search without some of the changes, by the GPUs of the trainer and of inference that they move."""
+
+    def other(present: Callable[..., Iterator[Change]]) -> Callable[..., Iterator[Change]]:
+        return lambda *args, **options: (
+            each for each in present(*args, **options) if not is_left_out(each[2], each[3])
+        )
+
+    return Instead(plans, "_changes", other)
+
+
+def _as_long_as_told(picture: Generation, groups: Ints | None = None) -> Observed:
+    """No response has shown anything."""
+    none, no_int = np.zeros(picture.num_groups), np.zeros(0, dtype=np.int64)
+    return Observed(none, none, np.zeros(picture.num_groups, dtype=np.int64), np.zeros(0), no_int)
+
+
+def _middles(present: Callable[[Ints, int], tuple[Ints, Ints]]) -> Callable[[Ints, int], tuple[Floats, Ints]]:
+    """Every member in the middle of its group."""
+
+    def other(group_of: Ints, num_groups: int) -> tuple[Floats, Ints]:
+        _, num_open = present(group_of, num_groups)
+        return (num_open - 1) / 2, num_open
+
+    return other
+
+
+def _gpus_rate(self: Inference, segment: Segment) -> Floats:
+    rate: Floats = np.maximum(segment.inference[:, None] * self.cluster.inference_rate, 1e-3)
+    return np.broadcast_to(rate, self.ended_s.shape)
+
+
+def _whole(present: Callable[..., tuple[Segment, Floats]]) -> Callable[..., tuple[Segment, Floats]]:
+    """Segments that the rollout's end does not cut."""
+
+    def other(*args: Any) -> tuple[Segment, Floats]:
+        segment, trainer = present(*args)
+        return replace(segment, is_cut=False), trainer
+
+    return other
+
+
+def _as_placed(self: TidePolicy, situation: Situation, assigned: Any, memory: TideMemory, *_: Any, **__: Any) -> Choice:
+    return tide_policy._chosen(situation, assigned, memory, "an open minibatch stays")
+
+
+def _stages_split(situation: Situation, memory: TideMemory, num_gpus: int) -> Split:
+    assert memory.plan is not None
+    stage = memory.plan.stages[0]
+    return fitting(situation, Split(0, stage.num_trainer_gpus, stage.num_inference_gpus), num_gpus)
+
+
+def _hinted(situation: Situation) -> Ints:
+    """By hints, however large their error."""
+    if not situation.generation.hints:
+        return np.zeros(0, dtype=np.int64)
+    level, _ = prior(situation.generation, situation.lengths)
+    return np.argsort(-level, kind="stable")
+
+
+class _Remembered(Plans):
+    """The first of several plans alone."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(*several: Plans) -> Plans:
+        return several[0]
+
+
+def _infers_with_it(present: Callable[..., Plans]) -> Callable[..., Plans]:
+    def other(*args: Any, infers_ahead: bool = False) -> Plans:
+        return present(*args)
+
+    return other
+
+
+def _law_as_told(picture: Generation, law: Any) -> Any:
+    return law
+
+
+def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
+    return (Instead(owner, name, _value(value)),)
+
+
+_LAW_AS_TOLD = tuple(Instead(each, "supported_law", _value(_law_as_told)) for each in (foresight, prompt_order))
+
+PARTS: Mapping[str, Part] = {
+    NOTHING: Part(_named(outlook, "GRID", 127)),
+    # The opening
+    "an opening at home": Part(_named(tide_policy, "_at_home", lambda *_: None)),
+    "an order by hints": Part(_named(tide_policy, "opening_orders", lambda *_, **__: ((),))),
+    "short prompts between long ones": Part(rules={"short_share": 0.0}, kinds=STREAMED),
+    "two orders of fixed minibatches": Part(
+        (
+            Instead(
+                tide_policy, "opening_orders", lambda present: lambda *args, **options: present(*args, **options)[:1]
+            ),
+        ),
+        kinds=(Kind.FIXED,),
+    ),
+    "hints with a large error are ignored": Part(_named(opening_order, "_by_length", _hinted)),
+    # The plan and its search
+    "inference ahead of the trainer": Part(
+        _named(Forecast, "infers_ahead", property(lambda self: False)), kinds=(Kind.FIXED,)
+    ),
+    "a family of late starts": Part((Instead(foresight, "family", _infers_with_it),), kinds=(Kind.FIXED,)),
+    "no start before the first group": Part(_named(plans, "not_before", lambda found, earliest_s: found)),
+    "a plan that is looked at while it waits": Part(rules={"fresh_share": 1e6}),
+    "the family at each move": Part(_named(foresight, "Plans", _Remembered)),
+    "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
+    "several rounds of a search": Part(rules={"rounds": 1}),
+    "changes of all later minibatches": Part((_without_changes(lambda trainer, _: np.count_nonzero(trainer) > 1),)),
+    "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: trainer.any() and own.any()),)),
+    "changes of inference alone": Part((_without_changes(lambda trainer, own: own.any() and not trainer.any()),)),
+    "slack in the score": Part(_named(plans, "SLACK_WEIGHT", 0.0)),
+    # Moves
+    "a move must gain": Part(_named(Foresight, "_or_stay", lambda self, forecast, found: found)),
+    "a move must pay for itself": Part(rules={"least_payback": 0.0}),
+    "the order of sequences that come back": Part(_named(tide_policy, "order_back", lambda *_: ())),
+    "idle GPUs in an open minibatch": Part(_named(TidePolicy, "_looked_again", _as_placed)),
+    "all GPUs after the rollout": Part(_named(tide_policy, "_split_planned", _stages_split)),
+    "engines that leave beside the trainer, with few tokens": Part(
+        _named(seating, "_kept", lambda situation, engines, num, near: engines[:num])
+    ),
+    # The forecast
+    "the trainer's GPUs after the rollout": Part((Instead(Forecast, "_segment", _whole),)),
+    "a rollout that lasts longer than forecast": Part(_named(forecast, "LASTS", 1.0)),
+    "training while GPUs are released": Part(
+        _named(Forecast, "_idle_share", lambda self, before, after: np.ones(np.broadcast(before, after).shape))
+    ),
+    "the engines' GPUs for the last group": Part(_named(Inference, "_rate", _gpus_rate)),
+    "a portion under way": Part((_of_clusters(busy_s=0.0),)),
+    "engines without work": Part((_of_clusters(num_working=None),)),
+    "room for KV tokens": Part((_of_clusters(kv_capacity_tokens=10**12),)),
+    "the wait of sequences that come back": Part(
+        _named(Forecast, "_waits", lambda self, at, *_: np.zeros(at.steps.shape))
+    ),
+    "responses scored ahead": Part(
+        (
+            Instead(
+                foresight,
+                "outlook",
+                lambda present: lambda *args, **options: replace(present(*args, **options), num_tokens_ahead=None),
+            ),
+        )
+    ),
+    "lots in the order of numbers": Part(
+        _named(outlook, "_due_tokens", lambda order, first, ends, own, tokens: np.add.reduceat(tokens[order], first)),
+        kinds=(Kind.FIXED,),
+    ),
+    # What is measured and learned
+    "levels from responses": Part(_named(lengths_law, "observed", _as_long_as_told)),
+    "levels spread over posteriors": Part(
+        _named(lengths_law, "_points", lambda nodes, weights: (nodes * weights).sum(axis=1))
+    ),
+    "members spread over the law": Part((Instead(lengths_law, "_place_in_group", _middles),)),
+    "spreads and hints that responses support": Part(_LAW_AS_TOLD, kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)),
+    "spreads that responses support": Part(
+        _named(supported_law, "SPREADS", (1.0,)), kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)
+    ),
+    "the trainer's measured rate": Part(
+        _named(trainer_rates, "_of_copies_like", lambda *_: ()), kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)
+    ),
+    "a bend by several measured layouts": Part(
+        (
+            Instead(
+                trainer_rates,
+                "_of_copies_like",
+                lambda present: lambda kind, measured: present(kind, measured)[-1:],
+            ),
+        ),
+        kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
+    ),
+    "minibatches that do not divide": Part(
+        _named(trainer_rates, "_slowest_share", lambda copies, num: np.ones(np.shape(copies)))
+    ),
+}
