@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -272,7 +272,12 @@ class Transition:
         raise ValueError(f"transition {self.id} has no part for the {role}; its parts: {named or 'none'}")
 
     def with_move(self, move: Move) -> Transition:
-        return replace(self, moves=tuple(move if each.gpu == move.gpu else each for each in self.moves))
+        return self.with_moves((move,))
+
+    def with_moves(self, moves: Iterable[Move]) -> Transition:
+        """All at once: each change of a transition costs as much as it has moves."""
+        changed = {move.gpu: move for move in moves}
+        return replace(self, moves=tuple(changed.get(each.gpu, each) for each in self.moves)) if changed else self
 
     def with_part(self, part: Part) -> Transition:
         return replace(self, parts=tuple(part if each.role is part.role else each for each in self.parts))

@@ -83,43 +83,21 @@ def same_plan(one: Transition, other: Transition) -> bool:
 
 def advance(stored: Transition, record: GpuRecord, *, from_state: MoveState, to_state: MoveState, term: int) -> Change:
     """One GPU's next step. A step to `acquiring` grants a new token of `term`."""
-    move = stored.move(record.gpu)
-    if to_state is not _next_state(move, from_state):
-        raise IllegalStep(
-            f"GPU {move.gpu} cannot go from {from_state} to {to_state}: from {move.source or 'free'} to "
-            f"{move.target or 'free'} the step after {from_state} is {_next_state(move, from_state) or 'none'}"
-        )
-    if move.state is to_state:
-        return Change(stored)
-    if not stored.is_open or move.state is not from_state:
-        raise VersionConflict(
-            f"GPU {move.gpu} of transition {stored.id} is {move.state}, not {from_state}, and the transition is "
-            f"{stored.outcome}: read the transition again"
-        )
-    _refuse_lost(record)
-    _refuse_not_held(record, stored, move)
-    match to_state:
-        case MoveState.DRAINING:
-            _refuse_stale(record, token=move.token, owner=move.source)
-        case MoveState.RELEASED:
-            record = replace(record, state=GpuState.FREE, owner=None)
-        case MoveState.ACQUIRING:
-            _refuse_stale(record, token=move.token, owner=None)
-            token = _next_token(record, term)
-            record = replace(record, state=GpuState.OWNED, owner=move.target, token=token)
-            move = replace(move, granted_token=token)
-    return Change(stored.with_move(replace(move, state=to_state)), (record,))
+    return advance_all(stored, (record,), from_state=from_state, to_state=to_state, term=term)
 
 
 def advance_all(
     stored: Transition, records: Iterable[GpuRecord], *, from_state: MoveState, to_state: MoveState, term: int
 ) -> Change:
     """The same step of several GPUs. Raises as `advance`, for the first to which it is refused."""
-    change = Change(stored)
+    moves, changed = {move.gpu: move for move in stored.moves}, []
     for record in records:
-        one = advance(change.transition, record, from_state=from_state, to_state=to_state, term=term)
-        change = Change(one.transition, (*change.gpus, *one.gpus))
-    return change
+        move = moves.get(record.gpu) or stored.move(record.gpu)
+        _refuse_no_step(stored, move, from_state=from_state, to_state=to_state)
+        if move.state is not to_state:
+            moves[move.gpu], record = _stepped(stored, move, record, to_state=to_state, term=term)
+            changed.append(record)
+    return Change(stored.with_moves(moves[record.gpu] for record in changed), tuple(changed))
 
 
 def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layout: Layout | None) -> Change:
@@ -137,8 +115,7 @@ def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layo
         return Change(stored)
     if not stored.is_open:
         raise VersionConflict(f"transition {stored.id} ended {stored.outcome}: the {role} keeps its old layout")
-    owner = Owner(stored.job, role)
-    committed = stored.with_part(replace(part, state=PartState.COMMITTED))
+    owner, coming = Owner(stored.job, role), []
     for move in stored.moves:
         if move.source == owner and move.state is MoveState.PLANNED:
             raise IllegalStep(f"the {role} cannot commit: GPU {move.gpu}, which leaves it, is not yet draining")
@@ -151,8 +128,8 @@ def commit(stored: Transition, gpus: Mapping[GpuId, GpuRecord], role: Role, layo
             _refuse_not_held(gpus[move.gpu], stored, move)
             # Avoid a component on a GPU that nobody owns: it may have been lost and reclaimed since its grant.
             _refuse_stale(gpus[move.gpu], token=move.token, owner=owner)
-            committed = committed.with_move(replace(move, state=MoveState.COMMITTED))
-    return Change(committed)
+            coming.append(replace(move, state=MoveState.COMMITTED))
+    return Change(stored.with_part(replace(part, state=PartState.COMMITTED)).with_moves(coming))
 
 
 def earned_outcome(transition: Transition) -> Outcome:
@@ -192,6 +169,38 @@ def reclaim(record: GpuRecord, token: Token) -> GpuRecord:
     if record.state is GpuState.OWNED:
         raise IllegalStep(f"GPU {record.gpu} is owned by {record.owner}: only a lost GPU can be reclaimed")
     return replace(record, state=GpuState.FREE, owner=None)
+
+
+def _refuse_no_step(stored: Transition, move: Move, *, from_state: MoveState, to_state: MoveState) -> None:
+    """Raises unless the move can go this step, or has gone it."""
+    if to_state is not _next_state(move, from_state):
+        raise IllegalStep(
+            f"GPU {move.gpu} cannot go from {from_state} to {to_state}: from {move.source or 'free'} to "
+            f"{move.target or 'free'} the step after {from_state} is {_next_state(move, from_state) or 'none'}"
+        )
+    if move.state is not to_state and (not stored.is_open or move.state is not from_state):
+        raise VersionConflict(
+            f"GPU {move.gpu} of transition {stored.id} is {move.state}, not {from_state}, and the transition is "
+            f"{stored.outcome}: read the transition again"
+        )
+
+
+def _stepped(
+    stored: Transition, move: Move, record: GpuRecord, *, to_state: MoveState, term: int
+) -> tuple[Move, GpuRecord]:
+    _refuse_lost(record)
+    _refuse_not_held(record, stored, move)
+    match to_state:
+        case MoveState.DRAINING:
+            _refuse_stale(record, token=move.token, owner=move.source)
+        case MoveState.RELEASED:
+            record = replace(record, state=GpuState.FREE, owner=None)
+        case MoveState.ACQUIRING:
+            _refuse_stale(record, token=move.token, owner=None)
+            token = _next_token(record, term)
+            record = replace(record, state=GpuState.OWNED, owner=move.target, token=token)
+            move = replace(move, granted_token=token)
+    return replace(move, state=to_state), record
 
 
 def _next_state(move: Move, state: MoveState) -> MoveState | None:

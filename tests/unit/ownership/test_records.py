@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -167,6 +170,25 @@ FREE_A, FREE_B = GpuRecord(A, GpuState.FREE, None, T1), GpuRecord(B, GpuState.FR
 OF_ROLLOUT_A = GpuRecord(A, GpuState.OWNED, ROLLOUT, T2)
 PLANNED, COMMITTED = PartState.PLANNED, PartState.COMMITTED
 
+
+def calls_of_a_step(num_gpus: int) -> int:
+    """Calls of Python functions in which so many GPUs begin to drain."""
+    gpus = tuple(GpuRecord(GpuId(f"n/{at}"), GpuState.OWNED, ACTOR, T1, HANDOVER.id) for at in range(num_gpus))
+    transition = replace(HANDOVER, moves=tuple(Move(each.gpu, ACTOR, None, T1) for each in gpus))
+    num = 0
+
+    def count(_: FrameType, event: str, __: Any) -> None:
+        nonlocal num
+        num += event == "call"
+
+    sys.setprofile(count)
+    try:
+        rules.advance_all(transition, gpus, from_state=MoveState.PLANNED, to_state=MoveState.DRAINING, term=1)
+    finally:
+        sys.setprofile(None)
+    return num
+
+
 ENDINGS = {
     "nothing happened: both stay": (
         moved(MoveState.PLANNED, MoveState.PLANNED, actor=PLANNED, rollout=PLANNED),
@@ -257,6 +279,22 @@ class TestEndings:
             transition, (record,) = change.transition, change.gpus
             again = rules.advance(transition, record, from_state=from_state, to_state=to_state, term=2)
             assert again == rules.Change(transition)
+
+    def test_a_step_of_several_gpus_at_once_is_that_of_each_in_turn(self) -> None:
+        both, gpus = HANDOVER, tuple(records(OF_ACTOR_A, OF_ACTOR_B).values())
+        for from_state, to_state in pairwise(PATH[:3]):
+            at_once = rules.advance_all(both, gpus, from_state=from_state, to_state=to_state, term=1)
+            first = rules.advance(both, gpus[0], from_state=from_state, to_state=to_state, term=1)
+            second = rules.advance(first.transition, gpus[1], from_state=from_state, to_state=to_state, term=1)
+            assert at_once == rules.Change(second.transition, (*first.gpus, *second.gpus))
+            both, gpus = at_once.transition, at_once.gpus
+        stranger = GpuRecord(GpuId("node-c/0"), GpuState.OWNED, ACTOR, T1, HANDOVER.id)
+        with pytest.raises(UnknownGpu, match="does not move GPU node-c/0"):
+            rules.advance_all(both, (stranger,), from_state=MoveState.DRAINING, to_state=MoveState.RELEASED, term=1)
+
+    def test_a_step_of_many_gpus_takes_no_longer_a_gpu_than_one_of_few(self) -> None:
+        few, many = calls_of_a_step(64), calls_of_a_step(512)
+        assert many < 1.2 * 512 / 64 * few
 
     def test_a_store_whose_term_is_older_than_a_token_grants_nothing(self) -> None:
         released = moved(MoveState.RELEASED, MoveState.RELEASED, actor=PLANNED, rollout=PLANNED)

@@ -6,8 +6,9 @@ Invariant: a step's id follows from its transition and the step's change, so tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from services.scheduler.decide.expectations import MAX_ISSUES
 from services.scheduler.decide.needs import Needs
@@ -59,9 +60,9 @@ def commit(transition: Transition, role: Role, layout: Layout | None) -> Needs:
 def foreseen(state: ClusterState, commands: Sequence[cmd.Command]) -> ClusterState | None:
     """The state once the store has done the commands. None where it cannot be known before: without a command, after
     one to anybody else, after a step that the store's rules refuse, and after one that grants tokens."""
-    for command in commands:
+    for together in _together(commands):
         try:
-            change = _change(state, command)
+            change = _change(state, together)
         except rules.REFUSALS:
             return None
         if change is None:
@@ -72,15 +73,29 @@ def foreseen(state: ClusterState, commands: Sequence[cmd.Command]) -> ClusterSta
     return state if commands else None
 
 
-def _change(state: ClusterState, command: cmd.Command) -> rules.Change | None:
-    match command:
-        case cmd.PlanTransition():
+def _together(commands: Sequence[cmd.Command]) -> Iterator[tuple[cmd.Command, ...]]:
+    """The commands, with those in one that are the same step of several GPUs: hundreds take a step at once."""
+    for step, alike in groupby(commands, key=_step_of):
+        same = tuple(alike)
+        yield from ((each,) for each in same) if step is None else (same,)
+
+
+def _step_of(command: cmd.Command) -> tuple[str, ...] | None:
+    if not isinstance(command, cmd.AdvanceMove):
+        return None
+    return command.transition_id, command.from_state, command.to_state
+
+
+def _change(state: ClusterState, together: tuple[cmd.Command, ...]) -> rules.Change | None:
+    match together[0]:
+        case cmd.PlanTransition() as command:
             return rules.plan(command.transition, state.gpus, job_version=state.version)
-        case cmd.AdvanceMove() if command.to_state is not MoveState.ACQUIRING:
-            stored, record = state.transitions[command.transition_id], state.gpus[command.gpu]
+        case cmd.AdvanceMove() as command if command.to_state is not MoveState.ACQUIRING:
+            records = [state.gpus[each.gpu] for each in together if isinstance(each, cmd.AdvanceMove)]
             steps = {"from_state": command.from_state, "to_state": command.to_state}
-            return rules.advance(stored, record, term=record.token.term, **steps)
-        case cmd.CommitPart():
+            # The term counts only where tokens are granted.
+            return rules.advance_all(state.transitions[command.transition_id], records, term=0, **steps)
+        case cmd.CommitPart() as command:
             return rules.commit(state.transitions[command.transition_id], state.gpus, command.role, command.layout)
         case _:
             return None
