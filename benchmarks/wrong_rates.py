@@ -1,7 +1,10 @@
 """A policy that sees wrong rates or a wrong law of lengths. It shows the value of a choice on a wrong basis.
 
-Only the values in each situation are changed. The iteration itself follows the scenario, and so do its measurements:
-the trainer's rate in the layouts in which it has trained. With all factors 1 the choices are those of the policy.
+Only what a job is told is changed. The iteration itself follows the scenario, and so do its measurements:
+- the trainer's rate in the layouts in which it has trained;
+- the speed of decoding, once engines generate (`services/scheduler/state/learned.py`).
+
+With all factors 1 the choices are those of the policy.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 
 from services.scheduler.policy import Policy
 from services.scheduler.policy.situation import Choice, Situation
+from services.scheduler.state.costs import DecodeStep
 from services.scheduler.state.values import JobSpec
 
 
@@ -37,7 +41,7 @@ class Wrong:
             situation,
             generation=picture,
             spec=replace(spec, rates=replace(spec.rates, trainer=trainer)),
-            costs=replace(situation.costs, decode=situation.costs.decode.slowed(1 / self.decode)),
+            costs=replace(situation.costs, decode=self._decoding(situation)),
             lengths=replace(
                 law,
                 log_mean=law.log_mean + math.log(self.median),
@@ -45,6 +49,11 @@ class Wrong:
                 sigma_group=law.sigma_group * self.sigma,
             ),
         )
+
+    def _decoding(self, situation: Situation) -> DecodeStep:
+        """The told step until engines generate: from then on the scheduler corrects it by what it measures."""
+        is_measured = any(engine.num_running and engine.rate_tokens_per_s > 0 for engine in situation.engines)
+        return situation.costs.decode if is_measured else situation.costs.decode.slowed(1 / self.decode)
 
 
 @dataclass(frozen=True, slots=True)

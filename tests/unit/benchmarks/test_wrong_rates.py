@@ -65,6 +65,19 @@ def test_each_factor_multiplies_the_true_value() -> None:
     )
 
 
+@pytest.mark.parametrize("directly", [False, True])
+def test_a_wrong_speed_of_decoding_is_right_once_engines_generate(directly: bool) -> None:
+    recording = RecordingPolicy()
+    simulate(SMALL, MisinformedPolicy(recording, Wrong(decode=0.5)), seed=1, directly=directly)
+    true = SimulatedIteration(SMALL, 1).spec.costs.decode
+    generating = [each for each in recording.seen if any(engine.num_running for engine in each.engines)]
+    assert recording.seen[0].costs.decode == true.slowed(2.0)
+    assert len(generating) > 1
+    for each in generating:
+        found, want = (step.seconds(num_running=8, num_kv_tokens=4000) for step in (each.costs.decode, true))
+        assert found == pytest.approx(want)
+
+
 @dataclasses.dataclass(frozen=True)
 class RecordingPolicy:
     """Chooses as `tide`, and records each situation."""
