@@ -1,8 +1,8 @@
-"""Which law of lengths the iteration itself supports: hints and spreads as told, or others. Pure.
+"""Which law of lengths the iteration itself supports: hints, spreads and median as told, or others. Pure.
 
-A job is told how far hints are off and how far lengths are apart: by its config, or by iterations that may have been
-of other prompts. Where that is wrong, orders of prompts mis-rank and tails look too short. A few laws are compared with
-the responses so far, finished and unfinished:
+A job is told how far hints are off, how far lengths are apart and how long they are: by its config, or by iterations
+that may have been of other prompts. Where that is wrong, orders of prompts mis-rank, tails look too short, and the
+prompts that wait too short or too long. A few laws are compared with the responses so far, finished and unfinished:
 
     score(law) = log likelihood of the responses under it - CHANGE_COSTS * (values that are not as told)
 
@@ -10,18 +10,23 @@ the responses so far, finished and unfinished:
                   an unfinished response as one that is longer than it is, so that the short ones, which end first, make
                   no law look short.
 
-The law with the highest score counts. A law whose hints tell nothing has an error of hints far above the spread between
-prompts: such hints give no order either (`opening_order`).
+The law with the highest score counts. Spreads and hints are compared first, with the median as told, and the median
+under the best of these. Where another median is better, spreads and hints are compared again with it.
+
+A law whose hints tell nothing has an error of hints far above the spread between prompts: such hints give no order
+either (`opening_order`).
 
 Invariants:
 - While few responses have ended, the law is as told. [test_supported_law: before_responses_have_ended]
 - A law that is told right stays. [test_supported_law: told_right_stays]
 - Hints of other prompts are dropped. [test_supported_law: hints_of_other_prompts]
 - A spread that is told half is widened. [test_supported_law: told_half_is_widened]
+- A median that is told half is raised. [test_supported_law: median_that_is_told_half]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,6 +45,9 @@ CHANGE_COSTS = 4.0
 SPREADS = (1.0, 0.5, 0.7, 1.4, 2.0)
 """Factors of the told spreads, between prompts and within groups alike."""
 
+MEDIANS = (0.5, 0.7, 1.4, 2.0)
+"""Factors of the told median."""
+
 HINTS = (1.0, 2.0)
 """Factors of the told error of hints; besides, hints may tell nothing."""
 
@@ -55,22 +63,33 @@ def supported_law(picture: Generation, law: LengthLaw) -> LengthLaw:
     seen = observed(picture, groups)
     if not seen.num_known.any():
         return law
-    best, best_score = law, -np.inf
-    for other, num_changed in _laws(law, has_hints=bool(picture.hints)):
+
+    def score(other: LengthLaw) -> float:
         mean, variance = prior(picture, other)
         found = evidence(seen, mean[groups], variance[groups], max(other.sigma_group, LEAST_SIGMA))
-        if found - CHANGE_COSTS * num_changed > best_score:
-            best, best_score = other, found - CHANGE_COSTS * num_changed
-    return best
+        return found - CHANGE_COSTS * _num_changed(law, other)
+
+    has_hints = bool(picture.hints)
+    best = max(_spreads_and_hints(law, has_hints=has_hints), key=score)
+    medians = [replace(best, log_mean=law.log_mean + math.log(factor)) for factor in MEDIANS]
+    other = max((best, *medians), key=score)
+    if other is best:
+        return best
+    return max((other, *_spreads_and_hints(replace(law, log_mean=other.log_mean), has_hints=has_hints)), key=score)
 
 
-def _laws(law: LengthLaw, *, has_hints: bool) -> Iterator[tuple[LengthLaw, int]]:
-    """Each law with the number of its values that are not as told; the told one first."""
+def _num_changed(told: LengthLaw, other: LengthLaw) -> int:
+    """How many values of a law are not as told; both spreads change together."""
+    names = ("log_mean", "sigma_prompt", "sigma_hint")
+    return sum(getattr(other, name) != getattr(told, name) for name in names)
+
+
+def _spreads_and_hints(law: LengthLaw, *, has_hints: bool) -> Iterator[LengthLaw]:
+    """The law with each spread and each error of hints; the law itself first."""
     for spread in SPREADS:
         wider = replace(law, sigma_prompt=law.sigma_prompt * spread, sigma_group=law.sigma_group * spread)
         errors = [law.sigma_hint * factor for factor in HINTS] if has_hints else [law.sigma_hint]
         if has_hints:
             errors.append(max(law.sigma_hint, NO_HINT * wider.sigma_prompt))
         for error in dict.fromkeys(errors):
-            changed = (spread != 1.0) + (error != law.sigma_hint)
-            yield replace(wider, sigma_hint=error), changed
+            yield replace(wider, sigma_hint=error)

@@ -55,6 +55,18 @@ def test_a_spread_that_is_told_half_is_widened_and_one_that_is_told_twice_is_nar
         assert all((factor > 1) == (want > 1) and factor != 1 for factor in factors)
 
 
+@pytest.mark.parametrize("until", [6000, 12_000])
+@pytest.mark.parametrize(("told", "want"), [(0.5, 2.0), (2.0, 0.5)])
+def test_a_median_that_is_told_half_is_raised_and_one_that_is_told_twice_is_lowered(
+    told: float, want: float, until: int
+) -> None:
+    wrong = replace(LAW, log_mean=LAW.log_mean + math.log(told))
+    found = [supported_law(picture(seed, until=until), wrong) for seed in SEEDS]
+    factors = [math.exp(law.log_mean - wrong.log_mean) for law in found]
+    assert sum(factor == pytest.approx(want) for factor in factors) > len(factors) / 2
+    assert all(factor == 1 or (factor > 1) == (want > 1) for factor in factors)
+
+
 def test_the_evidence_is_the_likelihood_in_closed_form_where_all_responses_have_ended() -> None:
     seen = picture(0, until=30_000)
     mean, variance = prior(seen, LAW)
