@@ -78,7 +78,6 @@ def long_workload(one: Workload, lengths: Sequence[Lengths]) -> LongWorkload:
         scores_ahead=one.scores_ahead,
         limits=one.limits,
         num_logical_shards=one.num_logical_shards,
-        response_share=one.response_share,
         observation_tokens=one.observation_tokens,
         environment_s=one.environment_s,
         num_iterations=len(lengths),

@@ -4,12 +4,18 @@ After an iteration the run measures, over the time of this iteration:
 
     sequences         the mean number of issued sequences that have not ended
     factor            generated tokens / (seconds * the rate of the told decode steps with as many sequences)
-    trainer_tokens_s  the told rate of a layout, slower by what replicas waited for the busiest one
+    share             response tokens / tokens that were trained, prompts included
+    trainer_tokens_s  share * the told rate of a layout, slower by what replicas waited for the busiest one
 
-(the inference's rate is told) and asks the balance (`services.scheduler.policy.balance`) for the next ones' split.
-Each new measurement, also that of an iteration's tokens, counts as much as all before it together.
+(the inference's rate is share * the told one) and asks the balance (`services.scheduler.policy.balance`) for the next
+ones' split. Each new measurement, also that of an iteration's tokens, counts as much as all before it together.
 
-Invariant: the same lengths, rules and split give the same run. [test_async_training: the_same_run_again]
+Where the rollout runs ahead, the first iteration is not measured: the rollout makes the tokens of several meanwhile,
+and has so many sequences never again.
+
+Invariants:
+- The same lengths, rules and split give the same run. [test_async_training: the_same_run_again]
+- The iterations that are issued at once move nothing. [test_async_training: issued_at_once_move_nothing]
 """
 
 from __future__ import annotations
@@ -161,8 +167,12 @@ class _Training:
         world = self._world
         if world.version == self._before.version:
             return
-        now = self._done()
-        flow, self._before = self._flow(self._before, now), now
+        before, now = self._before, self._done()
+        self._before = now
+        if not before.version and world.course.rules.staleness:
+            # avoid a wrong first move: what was generated is the work of several iterations
+            return
+        flow = self._flow(before, now)
         switch = self._costs.switch
         move_s = switch.release_s + switch.acquire_s + switch.resubmit_s + switch.resharding_s(None, is_new=True)
         left = world.course.workload.num_iterations - now.version
@@ -181,7 +191,7 @@ class _Training:
 
     def _flow(self, before: _Done, now: _Done) -> Flow:
         workload, seconds = self._world.course.workload, now.at_s - before.at_s
-        tokens = self._trained_tokens(now.version - 1)
+        tokens, share = self._trained(now.version - 1)
         per_sequence = tokens / (workload.prompts_per_iteration * workload.group_size)
         sequences = max(1.0, (now.sequence_s - before.sequence_s) / seconds)
         self._log_tokens = _mixed(self._log_tokens, math.log(tokens))
@@ -196,8 +206,8 @@ class _Training:
         return Flow(
             num_tokens=math.exp(self._log_tokens),
             rollout_tokens_s=generating.tokens_s,
-            inference_tokens_per_gpu_s=self._costs.inference.rate_tokens_per_s * workload.response_share,
-            trainer_tokens_s=self._trainer_rate,
+            inference_tokens_per_gpu_s=share * self._costs.inference.rate_tokens_per_s,
+            trainer_tokens_s=lambda copies: share * self._trainer_rate(copies),
             fixed_s=self._num_updates * self._costs.trainer.update_s(self._home) + self._costs.sync.sync_s,
         )
 
@@ -205,14 +215,15 @@ class _Training:
         """The told rate, slower by what replicas wait for the busiest one."""
         measured = sum(self._world.trainer.trained_in.values(), Measured())
         told_s = self._costs.trainer.tokens_s(1.0, replace(self._home, dp=copies))
-        return self._world.workload.response_share / told_s * measured.even_s / measured.seconds
+        return measured.even_s / measured.seconds / told_s
 
-    def _trained_tokens(self, iteration: int) -> float:
-        """The response tokens of an iteration that was trained."""
+    def _trained(self, iteration: int) -> tuple[float, float]:
+        """The response tokens of an iteration that was trained, and their share of its tokens."""
         workload = self._world.course.workload
         size = workload.prompts_per_iteration
-        rows = workload.lengths.turns[iteration * size : (iteration + 1) * size]
-        return float(sum(map(sum, chain.from_iterable(rows))))
+        responses = list(chain.from_iterable(workload.lengths.turns[iteration * size : (iteration + 1) * size]))
+        tokens = sum(map(sum, responses))
+        return float(tokens), tokens / sum(map(workload.num_tokens, responses))
 
 
 def _mixed(before: float, now: float) -> float:
