@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.contenders import ROOFLINE, compared, contenders, ratios, rivals
+from benchmarks.contenders import ROOFLINE, compared, ratios, rivals
 from benchmarks.report import spread
+from simulator.policies import Contender
 from simulator.scenario import Scenario, load_scenario
 
 FIRST_SEED = 400
@@ -152,9 +153,8 @@ CELLS = _cells()
 BASE = CELLS[0]
 
 
-def case_of(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
-    """Medians of the seconds over the seeds, and each ratio by seed. It includes the search for the best split."""
-    among = contenders(cell.scenario())
+def case_of(cell: Cell, seeds: Sequence[int], among: Mapping[str, Contender]) -> dict[str, Any]:
+    """Medians of the seconds over the seeds, and each ratio by seed. `among`: the contenders in this cell."""
     rows = [compared(among, seed, directly=True) for seed in seeds]
     medians = {name: median(row[name] for row in rows) for name in rows[0]}
     by_seed = [ratios(row) for row in rows]
@@ -176,7 +176,7 @@ def figures_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     `worst_cell_vs_best_other` is over all cells, those of the fixed order included.
     """
     streamed, fixed = ([case for case in cases if case["is_fixed"] == is_fixed] for is_fixed in (False, True))
-    keys = [key for key in cases[0] if key.startswith("tide_vs_")]
+    keys = [key for key in cases[0] if key.startswith(("tide_vs_", "best_schedule_vs_"))]
     figures: dict[str, float] = {}
     for group, suffix in ((streamed, ""), (fixed, "_fixed")):
         for key in keys if group else ():

@@ -8,8 +8,10 @@ A ratio compares runs on the same lengths:
 1. The grid (`benchmarks/iteration_grid.py`): a 7B job on 64 GPUs with computed physics, which the cells vary. Its
    figures are medians over the cells, and `_min` and `_max` the range over cells and seeds. Figures that end with
    `_fixed` are of the cells with fixed minibatches.
-2. The base cell beside the best schedule of a search that knows the lengths and pays for every switch
-   (`X_over_clairvoyant`): no policy can gain much more than these figures say.
+2. The cells beside the best schedule of a search that knows the lengths and pays for every switch
+   (`benchmarks/iteration_best.py`): no policy can gain much more than these figures say. `best_schedule_vs_X` stands
+   beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. `X_over_clairvoyant` is of
+   the base cell alone.
 3. The published iteration (`published_...`), `examples/scenarios/published_64gpu.yaml`. Its costs were fitted on seeds
    0 to 9, so it runs on 10 to 19. The fit counts while `static_off_published`, `dynarl_off_published` and
    `dynarl_priority_off_published` meet their goals: the distances of medians from the published 985 s, 1.34 and 1.46.
@@ -30,10 +32,11 @@ from typing import Any
 from benchmarks.clairvoyant.search import Found, clairvoyant_schedule
 from benchmarks.contenders import COMPARED, SCENARIO, compared, contenders, policies, ratios
 from benchmarks.direct import simulate
-from benchmarks.iteration_grid import BASE, CELLS, case_of, figures_of
+from benchmarks.iteration_best import best_schedules, searched_case, worst_cell_best
+from benchmarks.iteration_grid import BASE, CELLS, figures_of
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
-from simulator.policies import policies_of
+from simulator.policies import Contender, policies_of
 from simulator.scenario import Scenario, load_scenario
 
 PUBLISHED_SEEDS = range(10, 20)
@@ -43,7 +46,7 @@ EVALUATIONS, QUICK_EVALUATIONS = 200, 18
 NUM_SEARCHED = 3
 """The seeds of the published iteration with a clairvoyant search, which takes as long as a hundred policies."""
 BESIDE_CLAIRVOYANT = ("phases_ordered", "best_split", "dynarl", "tide")
-BEGINS = ("rlinf", "dynarl", "dynarl_priority")
+BEGINS = ("rlinf", "dynarl", "dynarl_priority", "fused_ordered", "phases_ordered")
 """Policies at whose schedules a full search begins, besides tide's and the fixed split's."""
 
 GOALS = {
@@ -66,8 +69,9 @@ def clairvoyant(scenario: Scenario, seed: int, *, is_quick: bool = False) -> Fou
     """The best schedule."""
     if is_quick:
         return clairvoyant_schedule(scenario, seed=seed, evaluations=QUICK_EVALUATIONS)
-    others = {**policies_of(BEGINS, scenario), "static split": StaticPolicy()}
-    return clairvoyant_schedule(scenario, seed=seed, evaluations=EVALUATIONS, others=tuple(others.items()))
+    policies_there = {**policies_of(BEGINS, scenario), "static split": StaticPolicy()}
+    others = {name: Contender(scenario, policy) for name, policy in policies_there.items()}
+    return clairvoyant_schedule(scenario, seed=seed, evaluations=EVALUATIONS, others=others)
 
 
 def spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -131,14 +135,19 @@ def main() -> int:
         among = pool.submit(contenders, published)
         searches = [pool.submit(clairvoyant, BASE.scenario(), seed, is_quick=is_quick) for seed in base_seeds]
         searched = {seed: pool.submit(clairvoyant, published, seed, is_quick=is_quick) for seed in seeds[:NUM_SEARCHED]}
-        grid = [pool.submit(case_of, cell, cell.seeds[:1] if is_quick else cell.seeds) for cell in cells]
+        grid = [
+            pool.submit(searched_case, cell, cell.seeds[:1] if is_quick else cell.seeds, is_searched=cell is not BASE)
+            for cell in cells
+        ]
         seconds = {seed: pool.submit(compared, among.result(), seed, directly=True) for seed in seeds}
     cases = [each.result() for each in grid]
     found = [each.result() for each in searches]
     rows = {seed: each.result() for seed, each in seconds.items()}
     for seed, each in searched.items():
         rows[seed]["clairvoyant"] = each.result().seconds
+    cases[0] |= best_schedules(cases[0], dict(zip(base_seeds, found, strict=True)))
     figures = figures_of(cases) | beside_clairvoyant(cases[0], found) | published_figures(list(rows.values()))
+    figures["best_schedule_in_worst_cell"] = worst_cell_best(cases)
     figures |= costs_of_simulating(published)
     cases += [_found_case(f"base, seed {seed}", each) for seed, each in zip(base_seeds, found, strict=True)]
     for seed, row in rows.items():

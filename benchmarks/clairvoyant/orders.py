@@ -1,8 +1,8 @@
 """Orders in which the sequences of an iteration may begin if their lengths are known: two families of few parameters.
 
 - By levels: prompts are sorted by a key with lognormal noise, the longest first. Before each of them come
-  `shorts_a_long` of the shortest prompts. The members of a prompt are together, the longest first. The order that
-  `tide` makes from hints is one of these.
+  `shorts_a_long` of the shortest prompts. The members of a prompt are together, the longest first or as they are. The
+  orders that policies make from hints are of these.
 - By slack: groups are due one after the other, the shortest first, every `pace` decode steps:
 
       place = due - length
@@ -12,6 +12,9 @@
 
   With `pace` 0 it is longest processing time first (Graham 1969). With a large `pace` the shortest groups come first as
   wholes.
+
+Where minibatches have fixed groups, groups are due by their numbers, and an order by levels may be minibatch by
+minibatch.
 
 Every order has each sequence once, and the same parameters give the same order.
 """
@@ -24,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.workload import Workload
+from tidegate.types import MinibatchOrder
 
 SHARES = (-0.1, -0.05, 0.05, 0.1)
 RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0)
@@ -36,7 +40,8 @@ MOST_PACE = 100.0
 @dataclass(frozen=True, slots=True)
 class Order:
     """The parameters of an order. With `pace` it is by slack. With `pace` None it is by levels, from the `key` of
-    `Keys`, the `share` of short prompts and `shorts_a_long`."""
+    `Keys`, the `share` of short prompts and `shorts_a_long`. `by_minibatch`: the fixed minibatches one after the other,
+    of each by levels. `sorts_members`: the longest member of a prompt comes first."""
 
     key: int = 0
     share: float = 0.25
@@ -44,21 +49,30 @@ class Order:
     pace: float | None = None
     noise: float = 0.0
     noise_seed: int = 0
+    by_minibatch: bool = False
+    sorts_members: bool = True
 
 
 @dataclass(frozen=True)
 class Keys:
     """`by_prompt` has the hint, the longest and the mean response of each prompt, `lengths` the length of each
-    member."""
+    member, `minibatch` the fixed minibatch of each prompt. None: a minibatch takes what arrives."""
 
     by_prompt: tuple[NDArray[np.float64], ...]
     lengths: NDArray[np.float64]
+    minibatch: NDArray[np.int64] | None = None
 
     @staticmethod
     def of(workload: Workload) -> Keys:
         lengths = np.array([[float(sum(turns)) for turns in row] for row in workload.lengths.turns])
-        hints = np.array(workload.lengths.hints)
-        return Keys((hints, lengths.max(axis=1), lengths.mean(axis=1)), lengths)
+        hints, sizes = np.array(workload.lengths.hints), workload.minibatch_sizes
+        is_fixed = workload.minibatch_order is MinibatchOrder.FIXED
+        minibatch = np.repeat(np.arange(len(sizes)), sizes) if is_fixed else None
+        return Keys((hints, lengths.max(axis=1), lengths.mean(axis=1)), lengths, minibatch)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.minibatch is not None
 
 
 def sequences_in(order: Order, keys: Keys) -> tuple[int, ...]:
@@ -67,15 +81,20 @@ def sequences_in(order: Order, keys: Keys) -> tuple[int, ...]:
     spread = np.exp(order.noise * noise)
     if order.pace is None:
         place = _levels(keys.by_prompt[order.key] * spread, order.share, order.shorts_a_long)
+        if order.by_minibatch and keys.minibatch is not None:
+            place = place + place.size * keys.minibatch
         by_sequence = np.repeat(place, keys.lengths.shape[1]).astype(np.float64)
     else:
-        due = np.argsort(np.argsort(keys.by_prompt[1] * spread, kind="stable"), kind="stable") * order.pace
+        turn = np.arange(1.0, len(spread) + 1) if keys.is_fixed else keys.by_prompt[1]
+        due = np.argsort(np.argsort(turn * spread, kind="stable"), kind="stable") * order.pace
         by_sequence = (due[:, None] - keys.lengths).ravel()
-    return tuple(np.lexsort((-keys.lengths.ravel(), by_sequence)).tolist())
+    within = -keys.lengths.ravel() if order.sorts_members else np.arange(keys.lengths.size)
+    return tuple(np.lexsort((within, by_sequence)).tolist())
 
 
-def changed_order(order: Order, scale: float, rng: np.random.Generator) -> Order:
-    """The order with one parameter changed. `scale` is the factor of all paces."""
+def changed_order(order: Order, scale: float, rng: np.random.Generator, *, is_fixed: bool = False) -> Order:
+    """The order with one parameter changed. `scale` is the factor of all paces. `is_fixed`: minibatches have fixed
+    groups."""
     match int(rng.integers(4)):
         case 0 if order.pace is None:
             return replace(order, share=min(1.0, max(0.0, order.share + float(rng.choice(SHARES)))))
@@ -83,7 +102,9 @@ def changed_order(order: Order, scale: float, rng: np.random.Generator) -> Order
             pace = order.pace + scale * float(rng.choice(PACES))
             return replace(order, pace=min(scale * MOST_PACE, max(0.0, pace)))
         case 2:
-            return random_order(scale, rng)
+            return random_order(scale, rng, is_fixed=is_fixed)
+        case 1 if is_fixed and rng.integers(2):
+            return replace(order, by_minibatch=not order.by_minibatch)
         case 1 if rng.integers(2):
             return replace(order, shorts_a_long=float(rng.choice(RATIOS)))
         case 1:
@@ -92,12 +113,13 @@ def changed_order(order: Order, scale: float, rng: np.random.Generator) -> Order
             return replace(order, noise=float(rng.choice(NOISES)), noise_seed=int(rng.integers(1000)))
 
 
-def random_order(scale: float, rng: np.random.Generator) -> Order:
+def random_order(scale: float, rng: np.random.Generator, *, is_fixed: bool = False) -> Order:
     """A random order of either family."""
     if rng.integers(2):
         return Order(pace=scale * float(rng.uniform(0.0, MOST_PACE)))
     ratio = float(rng.choice(RATIOS))
-    return Order(key=int(rng.integers(3)), share=float(rng.uniform(0.0, 1.0)), shorts_a_long=ratio)
+    order = Order(key=int(rng.integers(3)), share=float(rng.uniform(0.0, 1.0)), shorts_a_long=ratio)
+    return replace(order, by_minibatch=is_fixed and bool(rng.integers(2)))
 
 
 def _levels(key: NDArray[np.float64], share: float, shorts_a_long: float) -> NDArray[np.int64]:

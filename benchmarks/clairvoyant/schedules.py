@@ -1,7 +1,7 @@
 """Runs an iteration by a fixed schedule on the world, without a policy, situations or forecasts.
 
 A schedule has
-- the time of the trainer's first GPUs;
+- the time of the trainer's first GPUs, and of the inference's if these come before;
 - the trainer's GPUs for each minibatch, and the inference's GPUs for each part of a minibatch;
 - the minibatches that wait until a number of their groups is ready, and whether the rollout gets the trainer's GPUs
   meanwhile;
@@ -12,7 +12,8 @@ Order at each happening:
 1. If the last group of the open minibatch is taken and only the time of a release is left to its end, the next
    minibatch becomes the target. The trainer gets its GPUs for it.
 2. Inference and engines follow.
-At the end of the rollout its GPUs go to the inference, and at the end of the inference its GPUs go to the trainer.
+At the end of the rollout its GPUs go to the inference, and at the end of the inference its GPUs go to the trainer,
+whose start is not later. So a start after the rollout, with every GPU for the trainer, makes phases.
 
 A component with work has GPUs. A schedule that needs more GPUs than the cluster has gets all there are. A trainer with
 an open minibatch keeps its GPUs. Moves cost the same as under a policy. The same schedule gives the same run.
@@ -20,12 +21,14 @@ an open minibatch keeps its GPUs. Moves cost the same as under a policy. The sam
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from benchmarks.choice_moves import ChoiceMoves
+from services.scheduler.policy.actor_layouts import fewest_gpus
 from services.scheduler.policy.situation import Choice, Split
 from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.state.layouts import engine_size, most_copies, replica_size, replicas
@@ -35,11 +38,13 @@ from services.scheduler.state.values import Placed
 from simulator.happenings import Happening, What
 from simulator.iteration import PROGRESS, SimulatedIteration
 from simulator.world import World
-from tidegate.types import GpuId, Role
+from tidegate.types import GpuId, MinibatchOrder, Role
 
 LEAD_S = TideRules().lead_s
 """The time by which a release comes before the end of a minibatch, as in `tide`."""
-STAGES_WAKE, START_WAKE = 1, 2
+PARTS = 2
+"""The parts of a minibatch in a search. The inference may have another number of GPUs in each."""
+STAGES_WAKE, START_WAKE, INFER_WAKE = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,13 @@ class Schedule:
     soonest_back: bool = True
     """The order in which returned sequences begin again. True: the groups that the next minibatch needs, soonest end
     first, then the others, the longest first. False: `order`."""
+    infer_s: float | None = None
+    """The time of the inference's first GPUs, ahead of the trainer's. None: with them."""
+
+
+def in_parts(inference: tuple[int, ...]) -> tuple[int, ...]:
+    """GPUs by part, from GPUs by minibatch."""
+    return tuple(each for each in inference for _ in range(PARTS))
 
 
 def run_schedule(simulated: SimulatedIteration, schedule: Schedule) -> World:
@@ -74,16 +86,18 @@ class _ScheduleRun:
         self._place_of = {gpu: place for place, gpu in enumerate(self._cluster)}
         self._engine = engine_size(self._spec)
         self._home = self._spec.placement[Role.ACTOR].layout
-        self._unit = replica_size(self._home)
+        self._unit, self._fewest = replica_size(self._home), fewest_gpus(self._spec)
+        self._copy = replica_size(self._spec.placement[Role.INFERENCE].layout)
         self._sizes = simulated.workload.minibatch_sizes
         self._before = (0, *accumulate(self._sizes))
         self._num_groups = simulated.workload.num_groups
         self._lengths = np.array([sum(turns) for row in simulated.workload.lengths.turns for turns in row])
         self._release_s = simulated.costs.switch.release_s + LEAD_S
         self._is_begun = schedule.start_s <= 0
+        self._infers = self._is_begun or (schedule.infer_s is not None and schedule.infer_s <= 0)
         self._is_over = False
-        opening = Split(0, schedule.trainer[0], schedule.inference[0]) if self._is_begun else Split(0, 0, 0)
-        self._split = self._legal_split(opening)
+        num_trainer = schedule.trainer[0] if self._is_begun else 0
+        self._split = self._legal_split(Split(0, num_trainer, schedule.inference[0]))
         self._trains = True
         self._assignment = self._assigned(Assignment((), None, ()))
         self._world = simulated.world(self._assignment)
@@ -94,6 +108,8 @@ class _ScheduleRun:
         if self._schedule.order:
             world.order_queue(self._schedule.order)
         world.wake_at(self._schedule.start_s, START_WAKE)
+        if self._schedule.infer_s is not None:
+            world.wake_at(self._schedule.infer_s, INFER_WAKE)
         for happening in world.happenings():
             self._moves.notice(happening)
             self._note(happening)
@@ -104,13 +120,15 @@ class _ScheduleRun:
     def _note(self, happening: Happening) -> None:
         match happening.what:
             case What.ROLLOUT_FINISHED:
-                self._is_over = self._is_begun = True
+                self._is_over = self._infers = True
             case What.MINIBATCH_CLOSED:
                 closes_at_s = self._world.trainer.closes_at_s
                 assert closes_at_s is not None, "the minibatch is closed"
                 self._world.wake_at(closes_at_s - self._release_s, STAGES_WAKE)
             case What.WOKE if happening.number == START_WAKE:
-                self._is_begun = True
+                self._is_begun = self._infers = True
+            case What.WOKE if happening.number == INFER_WAKE:
+                self._infers = True
 
     def _follow(self, happening: Happening) -> None:
         split, trains = self._target()
@@ -128,11 +146,12 @@ class _ScheduleRun:
     def _target(self) -> tuple[Split, bool]:
         """The split by the schedule, and whether the trainer may begin its next minibatch."""
         world, schedule = self._world, self._schedule
-        if not self._is_begun:
-            return self._split, True
         trainer = world.trainer
         ready = len(trainer.trained) + len(trainer.taken) + len(trainer.ready)
         is_inferred = ready == self._num_groups
+        self._is_begun = self._is_begun or is_inferred
+        if not self._is_begun:
+            return self._legal_split(Split(0, 0, schedule.inference[0])), True
         is_open = not trainer.is_at_boundary
         coming = trainer.minibatch + is_open
         is_near = trainer.closes_at_s is not None and world.now_s >= trainer.closes_at_s - self._release_s - 1e-6
@@ -158,15 +177,15 @@ class _ScheduleRun:
         """The nearest legal split: first the trainer, then the inference. The engines have the remaining GPUs."""
         num = len(self._cluster)
         least = 0 if self._is_over else self._engine
-        if not self._is_begun:
+        if not self._infers:
             return Split(num // self._engine, 0, 0)
-        least_inference = 0 if is_inferred else 1
+        least_inference = 0 if is_inferred else self._copy
         trainer = max(0, min(split.num_trainer_gpus, num - least - least_inference)) // self._unit * self._unit
-        inference = 0 if is_inferred else max(1, min(split.num_inference_gpus, num - least - trainer))
-        if self._is_over:
-            return Split(0, trainer, 0 if is_inferred else num - trainer)
-        engines = (num - trainer - inference) // self._engine
-        return Split(engines, trainer, num - trainer - engines * self._engine)
+        trainer = max(trainer, self._fewest) if split.num_trainer_gpus else 0
+        inference = 0 if is_inferred else max(self._copy, min(split.num_inference_gpus, num - least - trainer))
+        engines = 0 if self._is_over else (num - trainer - inference) // self._engine
+        rest = (num - trainer - engines * self._engine) // self._copy * self._copy
+        return Split(engines, trainer, 0 if is_inferred else rest)
 
     def _assigned(self, before: Assignment) -> Assignment:
         """An assignment for the split, in which components keep their GPUs where possible.
@@ -197,6 +216,8 @@ class _ScheduleRun:
         1. Begun groups that the next minibatch needs, soonest end first.
         2. Other begun groups, the longest first. Those of the last minibatch are all here.
         3. Groups that have not begun, in the schedule's order.
+
+        Where minibatches have fixed groups, 1 and 2 are: begun groups by minibatch, of each the longest first.
         """
         rollout, trainer = self._world.rollout, self._world.trainer
         rollout.advance()
@@ -208,7 +229,10 @@ class _ScheduleRun:
         is_last = coming >= len(self._sizes) - 1
         needed = 0 if is_last else max(0, self._before[coming + 1] - int((left == 0).sum()))
         begun = [group for group in np.argsort(left, kind="stable").tolist() if left[group] and has_begun[group]]
-        first = [group * size + at for group in (*begun[:needed], *begun[needed:][::-1]) for at in range(size)]
+        groups = [*begun[:needed], *begun[needed:][::-1]]
+        if self._spec.minibatch_order is MinibatchOrder.FIXED:
+            groups = sorted(begun, key=lambda group: (bisect.bisect(self._before, group), -left[group]))
+        first = [group * size + at for group in groups for at in range(size)]
         seen = set(first)
         order = self._schedule.order or range(len(self._lengths))
         return [*first, *(number for number in order if number not in seen)]

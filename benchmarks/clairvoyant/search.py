@@ -15,23 +15,22 @@ The same scenario, seed and number of evaluations give the same schedule. More e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.clairvoyant.orders import Keys, Order, changed_order, random_order, sequences_in
-from benchmarks.clairvoyant.schedules import Schedule, run_schedule
-from benchmarks.clairvoyant.screening import Screen
+from benchmarks.clairvoyant.policy_schedules import begins_of
+from benchmarks.clairvoyant.schedules import PARTS, Schedule, in_parts, run_schedule
+from benchmarks.clairvoyant.screening import Plan, Screen
 from benchmarks.direct import simulate
-from services.scheduler.policy import Policy
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.layouts import replica_size
-from simulator.happenings import What
 from simulator.iteration import SimulatedIteration
-from simulator.outcome import Run
+from simulator.policies import Contender
 from simulator.scenario import Scenario
-from tidegate.types import Role
+from tidegate.types import MinibatchOrder, Role
 
 KEPT, KEPT_APART = 4, 2
 """The number of candidates that the search keeps: of all, and of each origin in the first `APART` runs. An origin
@@ -40,11 +39,12 @@ APART, NEAR = 80, 1.08
 SCREENED, SCREENED_KEPT = 160, (7, 2)
 """The number of random orders with a forecast, and how many of them are run: by levels, and by slack. Forecasts by
 slack are less exact. The plans for an order take a sixth of a run."""
-PARTS = 2
-"""The parts of a minibatch. The inference may have another number of GPUs in each."""
 SHAPES = ((0.08, (0.18, 0.8), 0.25), (0.13, (0.18, 0.85), 0.25), (0.2, (0.25, 0.85), 0.0))
 """The start as a share of tide's iteration; the trainer's GPUs of the first and the last minibatch as shares of all;
 and the share of the shortest prompts that come between the longest."""
+FIXED_SHAPES = ((0.35, (0.3, 0.9), 0.0), (0.5, (0.5, 0.9), 0.0), (0.65, (0.9, 0.9), 0.0))
+"""The same for a fixed order. The inference has its GPUs at this share of the start:"""
+AHEAD = 0.75
 STARTS_S = (-30.0, -10.0, -3.0, -1.0, 1.0, 3.0, 10.0, 30.0)
 """Changes of the start in an iteration of 600 s."""
 WAITS = (-0.3, -0.1, 0.1, 0.3)
@@ -86,22 +86,24 @@ class _Search:
 
     def shapes(self, own_s: float) -> Iterator[tuple[Schedule, Order, str]]:
         along = np.linspace(0.0, 1.0, self._num_minibatches)
-        for start, (first, last), share in SHAPES:
+        is_fixed = self._keys.is_fixed
+        for start, (first, last), share in FIXED_SHAPES if is_fixed else SHAPES:
             trainer = tuple(int(each) for each in np.round(self._num_gpus * first ** (1 - along) * last**along))
             inference = (max(1, round(self._num_gpus / 11)),) * (PARTS * self._num_minibatches)
-            yield Schedule(start * own_s, trainer, inference), Order(share=share), "shape"
+            infer_s = AHEAD * start * own_s if is_fixed else None
+            schedule = Schedule(start * own_s, trainer, inference, infer_s=infer_s)
+            yield schedule, Order(share=share, by_minibatch=is_fixed), "shape"
 
     def screened(self) -> Iterator[tuple[Schedule, Order, str]]:
         """The plans with the best forecasts for random orders."""
         found = []
         for _ in range(SCREENED):
-            order = random_order(self._pace_scale, self.rng)
+            order = self._random_order()
             found.append((self._screen.plan(sequences_in(order, self._keys), self.rng), order))
         found.sort(key=lambda each: each[0].end_s)
         levels, slack = ([each for each in found if (each[1].pace is None) == is_level] for is_level in (True, False))
         for plan, order in (*levels[: SCREENED_KEPT[0]], *slack[: SCREENED_KEPT[1]]):
-            schedule = Schedule(plan.start_s, plan.trainer, _in_parts(plan.inference))
-            yield _back_as_begun(schedule, order), order, "screened"
+            yield _planned(Schedule(0.0, (), ()), plan, order), order, "screened"
 
     def step(self, best: list[Found]) -> Found:
         """Make and run another candidate."""
@@ -111,7 +113,7 @@ class _Search:
         if not rng.integers(RANDOM):
             return self.run(
                 self._random_schedule(),
-                random_order(self._pace_scale, rng) if rng.integers(2) else found.order,
+                self._random_order() if rng.integers(2) else found.order,
                 "drawn",
             )
         if not rng.integers(REPLANNED):
@@ -129,15 +131,20 @@ class _Search:
         most = max(1, (self._num_gpus - 1) // self._unit)
         trainer = self._unit * np.sort(rng.integers(1, most + 1, self._num_minibatches))
         inference = rng.integers(1, max(1, self._num_gpus // 6) + 2, PARTS * self._num_minibatches)
-        start_s = float(rng.uniform(0.0, 0.3)) * 600.0 * self._scale
-        return Schedule(start_s, tuple(trainer.tolist()), tuple(inference.tolist()))
+        start_s = float(rng.uniform(0.0, 0.8 if self._keys.is_fixed else 0.3)) * 600.0 * self._scale
+        infer_s = start_s * float(rng.uniform(0.5, 1.0)) if self._keys.is_fixed else None
+        return Schedule(start_s, tuple(trainer.tolist()), tuple(inference.tolist()), infer_s=infer_s)
+
+    def _random_order(self) -> Order:
+        return random_order(self._pace_scale, self.rng, is_fixed=self._keys.is_fixed)
+
+    def _changed_order(self, order: Order) -> Order:
+        return changed_order(order, self._pace_scale, self.rng, is_fixed=self._keys.is_fixed)
 
     def _replanned(self, found: Found) -> Found:
-        order = changed_order(found.order, self._pace_scale, self.rng)
-        own = found.schedule
-        plan = self._screen.near(sequences_in(order, self._keys), own.start_s, own.trainer, own.inference[::PARTS])
-        schedule = replace(own, start_s=plan.start_s, trainer=plan.trainer, inference=_in_parts(plan.inference))
-        return self.run(_back_as_begun(schedule, order), order, found.origin)
+        order = self._changed_order(found.order)
+        plan = self._screen.near(sequences_in(order, self._keys), found.schedule)
+        return self.run(_planned(found.schedule, plan, order), order, found.origin)
 
     def _joined(self, one: Found, other: Found) -> Found:
         """The schedule of one with the order of the other, or with the inference's GPUs of the other."""
@@ -149,8 +156,7 @@ class _Search:
         rng = self.rng
         match int(rng.integers(10)):
             case 0 | 1:
-                start_s = max(0.0, schedule.start_s + float(rng.choice(STARTS_S)) * self._scale)
-                return replace(schedule, start_s=start_s), order
+                return self._shifted(schedule), order
             case 2 | 3 | 4:
                 return replace(schedule, trainer=self._stepped(schedule.trainer, self._unit)), order
             case 5 | 6:
@@ -158,8 +164,16 @@ class _Search:
             case 7:
                 return self._held(schedule), order
             case _:
-                order = changed_order(order, self._pace_scale, rng)
+                order = self._changed_order(order)
                 return _back_as_begun(schedule, order), order
+
+    def _shifted(self, schedule: Schedule) -> Schedule:
+        """The schedule with another start of the trainer, of the inference ahead of it, or of both."""
+        by_s = float(self.rng.choice(STARTS_S)) * self._scale
+        infer_s, what = schedule.infer_s, 0 if schedule.infer_s is None else int(self.rng.integers(3))
+        start_s = schedule.start_s if what == 2 else max(0.0, schedule.start_s + by_s)
+        infer_s = infer_s if infer_s is None or what == 1 else max(0.0, infer_s + by_s)
+        return replace(schedule, start_s=start_s, infer_s=infer_s)
 
     def _held(self, schedule: Schedule) -> Schedule:
         """The schedule with another wait of a minibatch, or with another order of returned sequences."""
@@ -186,21 +200,22 @@ def clairvoyant_schedule(
     *,
     seed: int | None = None,
     evaluations: int = 200,
-    others: Sequence[tuple[str, Policy]] = (),
+    others: Mapping[str, Contender] | None = None,
 ) -> Found:
     """The best schedule of `evaluations` runs. The search begins also at the schedules of `others`, besides tide's.
 
     ValueError: fewer evaluations than the search begins with. Other errors are those of `simulate`.
     """
-    policies = (("tide", TidePolicy()), *others)
-    fewest = len(policies) + len(SHAPES) + sum(SCREENED_KEPT)
+    among = {"tide": Contender(scenario, TidePolicy()), **(others or {})}
+    num_orders = 2 if scenario.algorithm.minibatch_order is MinibatchOrder.FIXED else 1
+    fewest = num_orders * len(among) + len(SHAPES) + sum(SCREENED_KEPT)
     if evaluations < fewest:
         raise ValueError(f"evaluations={evaluations}: the search begins with {fewest}; allow at least as many")
-    runs = {name: simulate(scenario, policy, seed=seed, directly=True) for name, policy in policies}
+    runs = {name: simulate(each.scenario, each.policy, seed=seed, directly=True) for name, each in among.items()}
     own = runs["tide"]
     simulated = SimulatedIteration(scenario, own.seed)
     search = _Search(simulated, own.iteration_s / 600.0)
-    begins = [(as_schedule(run, simulated), Order(), name) for name, run in runs.items()]
+    begins = [each for name, run in runs.items() for each in begins_of(run, name, simulated)]
     begins += [*search.shapes(own.iteration_s), *search.screened()]
     best = [search.run(*each) for each in begins]
     for nth in range(len(begins), evaluations):
@@ -227,22 +242,6 @@ def _seconds(found: Found) -> float:
     return found.seconds
 
 
-def as_schedule(run: Run, simulated: SimulatedIteration) -> Schedule:
-    """The schedule of a policy's run: the GPUs of trainer and inference at the beginning of each minibatch.
-
-    It leaves out the policy's order of prompts.
-    """
-    with_trainer = [each for each in run.decisions if each.assignment.trainer is not None]
-    begins = [each.at_s for each in run.history if each.what is What.MINIBATCH_STARTED]
-    trainer, inference = [], []
-    for at_s in begins[: simulated.spec.num_minibatches]:
-        latest = [each for each in with_trainer if each.at_s <= at_s][-1].assignment
-        assert latest.trainer is not None, "the list has only assignments with a trainer"
-        trainer.append(len(latest.trainer.gpus))
-        inference.append(max(1, len(latest.inference)))
-    return Schedule(with_trainer[0].at_s, tuple(trainer), _in_parts(tuple(inference)))
-
-
 def _back_as_begun(schedule: Schedule, order: Order) -> Schedule:
     """The schedule with the right order of returned sequences.
 
@@ -252,6 +251,8 @@ def _back_as_begun(schedule: Schedule, order: Order) -> Schedule:
     return replace(schedule, soonest_back=order.pace is None)
 
 
-def _in_parts(inference: tuple[int, ...]) -> tuple[int, ...]:
-    """GPUs by part, from GPUs by minibatch."""
-    return tuple(each for each in inference for _ in range(PARTS))
+def _planned(schedule: Schedule, plan: Plan, order: Order) -> Schedule:
+    """The schedule with the starts and GPUs of a plan for this order."""
+    inference = in_parts(plan.inference)
+    own = replace(schedule, start_s=plan.start_s, trainer=plan.trainer, inference=inference, infer_s=plan.infer_s)
+    return _back_as_begun(own, order)

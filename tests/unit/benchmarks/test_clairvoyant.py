@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.clairvoyant.orders import Order
+from benchmarks.clairvoyant.policy_schedules import as_schedule
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
-from benchmarks.clairvoyant.search import Found, as_schedule, best_candidates, clairvoyant_schedule
+from benchmarks.clairvoyant.search import Found, best_candidates, clairvoyant_schedule
 from benchmarks.direct import simulate
 from services.scheduler.policy.dynarl import DynaRLPolicy, DynaRLRules
 from services.scheduler.policy.opening_order import short_between_long
@@ -19,6 +20,7 @@ from services.scheduler.policy.tide.foresight import TideRules
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration
+from simulator.policies import Contender
 from simulator.scenario import load_scenario, parse_scenario
 from tests import effort
 
@@ -36,7 +38,7 @@ SMALL = parse_scenario(
 
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
-OTHERS = (("dynarl", DynaRLPolicy(DynaRLRules())),)
+OTHERS = {"dynarl": Contender(SMALL, DynaRLPolicy(DynaRLRules()))}
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ ORDERS = {
     "two short ones a long one": (Order(key=0, share=0.5, shorts_a_long=2.0), (0, 1, 5, 4, 6, 7, 2, 3)),
     "due at once: longest processing time first": (Order(pace=0.0), (6, 2, 3, 5, 4, 0, 1, 7)),
     "due far apart: group by group, the shortest first": (Order(pace=1000.0), (0, 1, 5, 4, 2, 3, 6, 7)),
+    "its members as they are": (Order(key=0, share=0.0, sorts_members=False), (6, 7, 2, 3, 4, 5, 0, 1)),
     "due a hundred steps apart": (Order(pace=100.0), (6, 0, 1, 2, 5, 4, 3, 7)),
 }
 
@@ -27,6 +29,31 @@ ORDERS = {
 def test_sequences_have_the_places_of_the_order(name: str) -> None:
     order, want = ORDERS[name]
     assert sequences_in(order, KEYS) == want
+
+
+FIXED = replace(KEYS, minibatch=np.array([0, 0, 1, 1]))
+FIXED_ORDERS = {
+    "minibatch by minibatch, of each the longest first": (
+        Order(key=0, share=0.0, by_minibatch=True),
+        (2, 3, 0, 1, 6, 7, 5, 4),
+    ),
+    "of all minibatches the longest first": (Order(key=0, share=0.0), (6, 7, 2, 3, 5, 4, 0, 1)),
+    "due far apart: by their numbers": (Order(pace=1000.0), (0, 1, 2, 3, 5, 4, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("name", FIXED_ORDERS)
+def test_sequences_of_fixed_minibatches_have_the_places_of_the_order(name: str) -> None:
+    order, want = FIXED_ORDERS[name]
+    assert sequences_in(order, FIXED) == want
+
+
+def test_only_fixed_minibatches_make_an_order_by_minibatch() -> None:
+    rng = np.random.default_rng(2)
+    for is_fixed in (False, True):
+        drawn = [random_order(1.0, rng, is_fixed=is_fixed) for _ in range(50)]
+        changed = [changed_order(Order(), 1.0, rng, is_fixed=is_fixed) for _ in range(100)]
+        assert all(any(each.by_minibatch for each in some) == is_fixed for some in (drawn, changed))
 
 
 def test_any_order_has_every_sequence_once_and_is_reproducible() -> None:

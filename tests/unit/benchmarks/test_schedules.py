@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.clairvoyant.policy_schedules import as_schedule
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from benchmarks.direct import simulate
+from services.scheduler.policy import Policy
+from services.scheduler.policy.fused import FusedPolicy
 from services.scheduler.policy.phases import PhasesPolicy
 from simulator.happenings import What
 from simulator.iteration import SimulatedIteration
@@ -65,6 +68,25 @@ def test_a_start_after_the_rollout_gives_the_rollout_of_collocated_phases() -> N
     assert when(world, What.ROLLOUT_FINISHED) == [rollout_s]
 
 
+def test_the_inference_gets_its_first_gpus_ahead_of_the_trainer() -> None:
+    world = run_schedule(SIMULATED, replace(PLAIN, start_s=25.0, infer_s=10.0))
+    resized = [each for each in world.history if each.what is What.INFERENCE_RESIZED and each.gpus]
+    assert len(resized[0].gpus) == 2
+    assert 10.0 < resized[0].at_s < 25.0 < when(world, What.TRAINER_RESIZED)[0]
+
+
+@pytest.mark.parametrize("policy", [PhasesPolicy(), FusedPolicy()], ids=lambda policy: type(policy).__name__)
+def test_phases_take_as_long_when_they_are_repeated_as_a_schedule(policy: Policy) -> None:
+    run = simulate(SMALL, policy, seed=1, directly=True)
+    assert run_schedule(SIMULATED, as_schedule(run, SIMULATED)).now_s == pytest.approx(run.iteration_s, abs=0.1)
+
+
+def test_the_trainer_has_no_fewer_copies_than_have_room() -> None:
+    spec = replace(SIMULATED.spec, fewest_actor_copies=3)
+    simulated = SimulatedIteration(SMALL, 1, spec=spec)
+    assert min(trainers(run_schedule(simulated, PLAIN))) == 6
+
+
 @pytest.mark.parametrize("lends", [False, True])
 def test_a_minibatch_waits_until_the_scheduled_share_of_its_groups_is_ready(lends: bool) -> None:
     world = run_schedule(SIMULATED, replace(PLAIN, waits=(0.0, 0.0, 1.0), lends=(False, False, lends)))
@@ -101,6 +123,7 @@ sizes = st.integers(1, 2 * GPUS)
     waits=st.tuples(*[st.floats(0, 1)] * 3),
     lends=st.tuples(*[st.booleans()] * 3),
     soonest_back=st.booleans(),
+    infer_s=st.none() | st.floats(0, 200),
 )
 def test_any_schedule_ends_with_every_sample_trained_once_and_not_below_the_bound(
     start_s: float,
@@ -109,8 +132,9 @@ def test_any_schedule_ends_with_every_sample_trained_once_and_not_below_the_boun
     waits: tuple[float, ...],
     lends: tuple[bool, ...],
     soonest_back: bool,
+    infer_s: float | None,
 ) -> None:
-    schedule = Schedule(start_s, trainer, inference, (), waits, lends, soonest_back)
+    schedule = Schedule(start_s, trainer, inference, (), waits, lends, soonest_back, infer_s)
     world = run_schedule(SIMULATED, schedule)
     assert sorted(world.trainer.trained) == list(range(24))
     run = SIMULATED.run_of(world, policy="", decisions=[])
