@@ -75,6 +75,8 @@ def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
         **{f"tide_vs_{name}": seconds[name] / tide_s for name in ("static", *STRONG)},
         "tide_vs_best_other": min(others.values()) / tide_s,
         "tide_over_bound": seconds["tide"] / seconds["bound"],
+        "bound_vs_best_other": min(others.values()) / seconds["bound"],
+        "bound_vs_phases_ordered": seconds["phases_ordered"] / seconds["bound"],
     }
 
 

@@ -176,7 +176,7 @@ def figures_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     `worst_cell_vs_best_other` is over all cells, those of the fixed order included.
     """
     streamed, fixed = ([case for case in cases if case["is_fixed"] == is_fixed] for is_fixed in (False, True))
-    keys = [key for key in cases[0] if key.startswith(("tide_vs_", "best_schedule_vs_"))]
+    keys = [key for key in cases[0] if key.startswith(("tide_vs_", "best_schedule_vs_", "bound_vs_"))]
     figures: dict[str, float] = {}
     for group, suffix in ((streamed, ""), (fixed, "_fixed")):
         for key in keys if group else ():

@@ -11,7 +11,7 @@ A ratio compares runs on the same lengths:
 2. The cells beside the best schedule of a search that knows the lengths and pays for every switch
    (`benchmarks/iteration_best.py`): no policy can gain much more than these figures say. `best_schedule_vs_X` stands
    beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. `X_over_clairvoyant` is of
-   the base cell alone.
+   the base cell alone, and `bound_vs_X` of the bound that no schedule beats (`simulator/bound.py`).
 3. The published iteration (`published_...`), `examples/scenarios/published_64gpu.yaml`. Its costs were fitted on seeds
    0 to 9, so it runs on 10 to 19. The fit counts while `static_off_published`, `dynarl_off_published` and
    `dynarl_priority_off_published` meet their goals: the distances of medians from the published 985 s, 1.34 and 1.46.

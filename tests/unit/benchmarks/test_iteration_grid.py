@@ -59,6 +59,7 @@ def test_a_case_has_the_seconds_of_all_and_each_ratio_by_seed() -> None:
     want = [min(each) / own for own, each in zip(case["by_seed_s"]["tide"], zip(*others, strict=True), strict=True)]
     assert case["tide_vs_best_other"] == pytest.approx(want)
     assert case["best_other"] in COMPARED
+    assert all(each >= own for each, own in zip(case["bound_vs_best_other"], case["tide_vs_best_other"], strict=True))
     assert "best of" in case["split"]
 
 
