@@ -51,7 +51,7 @@ from tidegate.ownership.records import (
     encode_transition,
 )
 from tidegate.ownership.transitions import earned_outcome
-from tidegate.types import GpuId, JobId, Layout, NodeId, Role, Token, TransitionId, node_of
+from tidegate.types import LARGEST_TERM, GpuId, JobId, Layout, NodeId, Role, Token, TransitionId, node_of
 
 JOBS = (JobId("one"), JobId("two"))
 GPUS = tuple(GpuId(f"node-{node}/{index}") for node in "ab" for index in range(2))
@@ -212,7 +212,7 @@ def test_a_gpu_has_one_owner_and_tokens_only_grow_and_open_transitions_are_disjo
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
-tokens = st.builds(Token, st.integers(0, 2**63), st.integers(0, 2**63))
+tokens = st.builds(Token, st.integers(0, LARGEST_TERM), st.integers(0, LARGEST_TERM))
 owners = st.sampled_from(OWNERS)
 layouts = st.builds(Layout, tp=st.integers(1, 8), pp=st.integers(1, 8), dp=st.integers(1, 8))
 records = st.one_of(
