@@ -28,7 +28,6 @@ from simulator.scenario import Scenario, ScenarioError, load_scenario, parse_sce
 from simulator.scheduled import JobFailed
 from tests import effort
 from tests.unit.simulator.scenarios import PUBLISHED, SMALL, small
-from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole, numbers_of
 from tidegate.types import GpuId, Layout, Role
 
@@ -37,7 +36,6 @@ POLICIES: dict[str, Policy] = {
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
     "tide": TidePolicy(),
-    "tide that waits": Waiting(),
 }
 
 
@@ -53,13 +51,6 @@ class Asked:
     def choose(self, situation: Situation) -> Choice:
         self.seen.append(situation)
         return Choice(as_configured(situation.spec), True, "as configured")
-
-
-LONG = small(
-    costs={"engine": {"max_running": 2, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 8}},
-    actor_num_logical_shards=8,
-)
-"""A long queue. It is reproducible: with carried gradients a small trainer that grows does as well as a wait."""
 
 
 def test_the_published_scenario_has_the_defaults_of_every_cost() -> None:
@@ -107,25 +98,10 @@ def test_a_kind_of_copies_that_is_known_to_be_faster_is_taken_on_as_many_gpus() 
     assert trainers[-1] == Layout(tp=2), "home"
 
 
-def test_a_last_minibatch_that_waits_begins_after_the_rollout() -> None:
-    run = simulate(LONG, POLICIES["tide that waits"], seed=0, directly=True)
-    at = {(each.what, each.number): each.at_s for each in run.history}
-    gone_s = next(each.at_s for each in run.history if each.what is What.TRAINER_RESIZED and not each.gpus)
-    assert at[What.MINIBATCH_FINISHED, 0] < gone_s < at[What.ROLLOUT_FINISHED, 0] < at[What.MINIBATCH_STARTED, 1]
-    assert any("the last minibatch waits" in each.reason for each in run.decisions)
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "tide that waits"])
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", effort.cases([0, 1, 2], always=[1]))
 def test_the_history_is_the_same_through_the_scheduler_and_directly(name: str, seed: int) -> None:
     check_both_ways(small(), POLICIES[name], seed)
-
-
-@pytest.mark.parametrize("seed", effort.cases([0, 2, 4], always=[2]))
-def test_a_wait_is_the_same_through_the_scheduler_and_directly(seed: int) -> None:
-    """With these seeds no component's work ends while it still gets GPUs. Otherwise the runs would differ: the
-    scheduler lets one transition of a component end before it opens another."""
-    check_both_ways(LONG, POLICIES["tide that waits"], seed)
 
 
 def check_both_ways(scenario: Scenario, policy: Policy, seed: int) -> None:
@@ -211,14 +187,13 @@ THREE_NODES: dict[str, Any] = {
     "costs": {"engine": {"max_running": 8, "kv_capacity_tokens": 20_000}, "trainer": {"rate_gpus": 12}},
 }
 """n2 has all GPUs of the inference, and n1 has two engines."""
-PLACING = [name for name in POLICIES if name != "tide that waits"]
 
 
 def without_node(node: str, at_s: float, **back: float) -> Scenario:
     return parse_scenario({**THREE_NODES, "faults": [{"at_s": at_s, "kind": "node", "node": node, **back}]})
 
 
-@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
     ("node", "at_s"), effort.cases([("n1", 2), ("n1", 14), ("n2", 5), ("n2", 14)], always=[("n1", 14)])
 )
@@ -233,7 +208,7 @@ def test_an_iteration_continues_without_a_node_that_is_lost_for_good(name: str, 
     )
 
 
-@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("back_after_s", effort.cases([0, 3, 75], always=[3]))
 def test_a_node_that_comes_back_loses_no_sample_and_trains_none_twice(name: str, back_after_s: float) -> None:
     scenario = without_node("n2", 14, back_after_s=back_after_s)
