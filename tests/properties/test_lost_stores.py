@@ -1,7 +1,10 @@
-"""A job whose store comes back empty, or as it was some events ago, at any time and several times.
+"""A job whose stores come back empty, or as they were some events ago, at any time and several times.
 
-What the store has lost is rebuilt as the shell does it: ownership from the gates under a larger term, the state from
-the events, or from a copy of it and the events since. Leads are elected anew, since their records are gone.
+- The store of the state: ownership is rebuilt from the gates under a larger term, and the state from the events, or
+  from a copy of it and the events since. Leads are elected anew, since their records are gone.
+- The streams, with the store or without it: the job is stopped and resumed from its newest checkpoint.
+
+Commands come late, twice, or never meanwhile.
 """
 
 from __future__ import annotations
@@ -16,18 +19,20 @@ from tests.properties.job_histories import MAX_BLOWS, MAX_STEPS_ON, NUM_ITERATIO
 from tests.unit.scheduler.drive import Drive, booted
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import spec
-from tests.unit.scheduler.lost_store import Saved, lose_store
+from tests.unit.scheduler.lost_store import Saved, lose_store, lose_stream, saved_now
 
 MAX_LOSSES = 3
+LOSSES = ("lose store", "save store", "older store", "copied state", "lose stream", "lose both")
+COMMANDS = ("delay commands", "late commands", "repeat command")
 run_on = st.tuples(st.just("run on"), st.integers(0, 2 * MAX_STEPS_ON))
-loss = st.tuples(st.sampled_from(["lose store", "save store", "older store", "copied state"]), st.just(0))
+loss = st.tuples(st.sampled_from(LOSSES), st.integers(0, 63))
+command = st.tuples(st.sampled_from(COMMANDS), st.integers(0, 15))
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
-    """Events, and up to `MAX_LOSSES` losses of the store among them, each somewhere after some progress. Some have
-    deaths too."""
-    steps = draw(st.lists(ordinary, max_size=30))
+    """Events, and up to `MAX_LOSSES` losses among them, each somewhere after some progress. Some have deaths too."""
+    steps = draw(st.lists(st.one_of(ordinary, ordinary, command), max_size=30))
     blows = [blow] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, MAX_LOSSES))):
         where = draw(st.integers(0, len(steps)))
@@ -42,36 +47,59 @@ def finished(steps: list[tuple[str, int]]) -> Drive:
     for what, number in steps:
         match what:
             case "save store":
-                store = drive.cluster.store
-                saved = Saved(dict(store.gpus), dict(store.records), drive.state, len(drive.delivered))
+                saved = saved_now(drive)
             case "lose store":
-                lose_store(drive, None)
+                lose_store(drive, None, begins_late=number % 2 > 0)
             case "older store":
-                lose_store(drive, saved)
+                lose_store(drive, saved, begins_late=number % 2 > 0)
             case "copied state":
-                lose_store(drive, saved, is_empty=True)
+                lose_store(drive, saved, is_empty=True, begins_late=number % 2 > 0)
+            case "lose stream":
+                lose_stream(drive, number, register_term=saved.register_term if saved else 0)
+            case "lose both":
+                lose_stream(drive, number, register_term=saved.register_term if saved else 0, store=saved or Saved())
+            case "delay commands":
+                drive.num_delays = 1
+            case "late commands":
+                late, drive.cluster.late = drive.cluster.late, []
+                drive.cluster.execute(late)
+            case "repeat command":
+                drive.cluster.repeat(number)
             case _:
                 happen(drive, what, number)
     drive.run()
     return drive
 
 
+def fault(drive: Drive) -> str | None:
+    """What is wrong with a job at its end."""
+    state, cluster = drive.state, drive.cluster
+    if (state.phase, state.message) != (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done"):
+        return f"the job ended {state.phase}: {state.message}"
+    if held := [slot for slot, gate in cluster.gates.items() if gate.is_held]:
+        return f"workers hold {held}"
+    if owned := [record for record in cluster.store.gpus.values() if record.owner]:
+        return f"the store has owners of {owned}"
+    if [iteration for _, iteration in cluster.lineage] != list(range(NUM_ITERATIONS)):
+        return f"the weights are trained in {cluster.lineage}"
+    known = [(each.incarnation, each.iteration) for each in state.summaries if not each.is_superseded]
+    want = [each for each in cluster.lineage if each in known or not drive.lacks_accounts]
+    if known != want:
+        return f"the accounts are of {known}, the weights trained in {cluster.lineage}"
+    if wrong := [each for each in state.summaries if each.num_lost or each.num_duplicates]:
+        return f"samples are lost or doubled in {wrong}"
+    return None
+
+
 NUM_PARTS, NUM_HISTORIES = (10, 1000) if effort.IS_FULL else (1, 200)
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_a_job_whose_store_comes_back_poorer_finishes_with_every_sample_once(part: int) -> None:
+def test_a_job_whose_stores_come_back_poorer_finishes_with_every_sample_once(part: int) -> None:
     @seed(part)
     @settings(max_examples=NUM_HISTORIES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(histories())
     def finishes(steps: list[tuple[str, int]]) -> None:
-        drive = finished(steps)
-
-        assert (drive.state.phase, drive.state.message) == (Phase.FINISHED, f"all {NUM_ITERATIONS} iterations are done")
-        assert not any(gate.is_held for gate in drive.cluster.gates.values())
-        assert not any(record.owner for record in drive.cluster.store.gpus.values())
-        lineage = [summary for summary in drive.state.summaries if not summary.is_superseded]
-        assert [summary.iteration for summary in lineage] == list(range(NUM_ITERATIONS))
-        assert all(summary.num_lost == summary.num_duplicates == 0 for summary in drive.state.summaries)
+        assert fault(finished(steps)) is None
 
     finishes()

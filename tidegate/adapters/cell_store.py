@@ -206,7 +206,7 @@ class CellStore:
             if stored and stored.instance != instance and stored.expires_unix_ms > reading.now_unix_ms:
                 kept = replace(stored, expires_unix_ms=min(stored.expires_unix_ms, reading.now_unix_ms + ttl_ms))
                 return ({} if kept == stored else {cell: tables.encode_lead(kept)}), kept
-            epoch = _next_count(stored.epoch if stored else 0, term)
+            epoch = next_count(stored.epoch if stored else 0, term)
             lead = LeadRecord(job, role, instance, endpoint, epoch, reading.now_unix_ms + ttl_ms)
             return {cell: tables.encode_lead(lead)}, lead
 
@@ -301,7 +301,7 @@ class CellStore:
         cell, term = Cell("boots", instance), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, int]:
-            boot = _next_count(tables.read_count(reading.cells[cell], cell), term)
+            boot = next_count(tables.read_count(reading.cells[cell], cell), term)
             return {cell: b"%d" % boot}, boot
 
         return await self._write((cell,), decide)
@@ -375,7 +375,8 @@ class CellStore:
         return await self._write(tables.transition_cells(transition), decide)
 
 
-def _next_count(last: int, term: int) -> int:
+def next_count(last: int, term: int) -> int:
+    """The next boot or epoch after `last`, which is 0 where the store has lost it."""
     return max(last, term * COUNTS_PER_TERM) + 1
 
 

@@ -7,6 +7,9 @@ Order:
 4. In one write, store the rebuilt records and open the store.
 If several adopters race, one wins and the others find the store open.
 
+The term register keeps the term of the open store. Where the bus lost its data under an open store, the next scheduler
+that starts tells it the term again.
+
 A gate that could not be asked may know a larger term. Its node's instance tells it when it joins, and the store is then
 shut and adopted again, above that term.
 
@@ -21,6 +24,7 @@ Invariants:
 - Bytes in the register that are no term stop no adoption. [test_adoption: a_register_without_a_term]
 - A term is larger than that of every token that the register, the store or a reachable gate knows.
   [test_adoption: the_next_term_is_above]
+- The register knows the term of an open store to which a scheduler attached. [test_adoption: that_the_bus_has_lost]
 - A GPU's token never falls. [test_ownership: tokens_only_grow]
 - A GPU is `owned` only if its record and its gate agree on the token, or a step of an open transition is under way on
   it. It is `free` only if its gate reports no holder. Otherwise it is `lost`.
@@ -63,14 +67,18 @@ async def adopt(
     VersionConflict: `MAX_RACES` races were lost. StoreUnavailable, BusUnavailable: call again, nothing is half done.
     """
     for _ in range(MAX_RACES):
+        register_term, revision = await terms.read()
         found = await store.identity()
         if found.is_open and found.term >= least_term:
+            if (register_term or 0) < found.term:
+                # Avoid a term taken twice: a store that comes back empty, and its gates, may know no token of it.
+                with suppress(StaleTerm):  # Another adopter was quicker.
+                    await terms.advance(expected_revision=revision, term=found.term)
             return await store.attach()
         if found.is_open:
             with suppress(VersionConflict):  # Another adopter was quicker.
                 await store.shut(expected=found)
             continue
-        register_term, revision = await terms.read()
         reports = await ask_gates()
         contents = await store.contents()
         term = next_term(max(register_term or 0, found.term, least_term - 1), reports, contents)

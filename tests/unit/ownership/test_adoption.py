@@ -249,6 +249,15 @@ class TestAdopt:
         want = [] if payload == b"1" else [("warning", "the term register held no term", 8)]
         assert [(line["log_level"], line["event"], line["replaced_by"]) for line in lines] == want
 
+    async def test_a_term_that_the_bus_has_lost_is_taken_once_though_the_store_comes_back_empty_too(self) -> None:
+        server = MemoryServer()
+        assert (await adopt(memory_store(server), MemoryTermRegister(), no_gates)).term == 1
+        terms = MemoryTermRegister()
+
+        assert (await adopt(memory_store(server), terms, no_gates)).term == 1, "the store is open"
+        assert (await terms.read())[0] == 1
+        assert (await adopt(memory_store(MemoryServer()), terms, no_gates)).term == 2
+
     async def test_an_error_while_the_gates_are_asked_leaves_the_store_closed(self) -> None:
         server = MemoryServer()
 

@@ -10,7 +10,7 @@ from services.scheduler.decide.decision import Decision
 from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.decide.policy_view import situation_of
 from services.scheduler.decide.proposals import PolicyAnswer, proposal_of
-from services.scheduler.decide.turn import checked, turn
+from services.scheduler.decide.turn import Turn, begin, checked, turn
 from services.scheduler.policy import Policy, Proposal
 from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.state import commands as cmd
@@ -36,6 +36,14 @@ class Drive:
     """The number of next decisions whose commands are lost: a scheduler dies after it wrote its state."""
     num_done_before: int = 0
     """The commands of such a decision that are done before the scheduler dies."""
+    num_delays: int = 0
+    """The number of next decisions whose commands to leads are late: the cluster keeps them."""
+    launcher_boot: int = 0
+    """Nothing is decided before the submission of this launcher's start, as in the shell."""
+    num_streams: int = 1
+    """`delivered` has the events of the last stream."""
+    lacks_accounts: bool = False
+    """The state and the events of some iterations were lost together: only `events.jsonl` has their accounts."""
     is_new: bool = False
     """A scheduler has started after such a death, and has not decided yet."""
     propose: Callable[[ClusterState], Proposal] | None = None
@@ -50,8 +58,11 @@ class Drive:
         """Take turns until the store and the state agree, as the shell does."""
         done: list[cmd.Command] = []
         for _ in range(50):
-            decision = self._turn([*events, self.cluster.observed()])
+            self._fold(events)
             events = ()
+            if self.state.is_of_start_before(self.launcher_boot):
+                return done
+            decision = self._turn()
             if not decision.commands:
                 return done
             if self.num_losses:
@@ -59,23 +70,37 @@ class Drive:
                 self.is_new = True
                 self.cluster.execute(decision.commands[: self.num_done_before])
                 return done
-            self.cluster.execute(decision.commands)
+            late = [each for each in decision.commands if self.num_delays and isinstance(each, cmd.LeadCommand)]
+            self.num_delays -= bool(late)
+            self.cluster.late += late
+            self.cluster.execute([each for each in decision.commands if each not in late])
             done += decision.commands
         raise AssertionError(f"50 decisions without an end; the last: {decision}")
 
-    def _turn(self, events: Sequence[ev.Event]) -> Decision:
-        made = turn(self.state, self.now_ms, self.policy, events=events, propose=self._proposed)
+    def _fold(self, events: Sequence[ev.Event]) -> None:
+        """The store is adopted again where a gate knows a token that it has lost."""
+        self._take(begin(self.state, events), events)
+        store = self.cluster.store
+        if lost_term := self.state.lost_term(store.term, records=store.gpus):
+            self.cluster.adopt(self.state, least_term=lost_term + 1)
+
+    def _turn(self) -> Decision:
+        observed = self.cluster.observed()
+        made = turn(self.state, self.now_ms, self.policy, events=[observed], propose=self._proposed)
         assert made.decided.reason, "every decision has a reason"
-        self.seen += [(event, self.now_ms, None) for event in events]
+        self._take(made, [observed])
         self.seen.append((None, self.now_ms, made.decided))
         self.last_reason = made.decided.reason
+        return made.decided
+
+    def _take(self, made: Turn, events: Sequence[ev.Event]) -> None:
+        self.seen += [(event, self.now_ms, None) for event in events]
         for before, state in pairwise(made.states):
             # No state may make this raise, whatever is reported and whatever moves.
             if state is not before:
                 situation_of(state, self.now_ms)
         self.state = checked(*made.states)
         self.cluster.store.saved_version = self.state.version
-        return made.decided
 
     def _proposed(self, state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswer:
         if self.propose is None:

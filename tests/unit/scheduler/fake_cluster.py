@@ -12,7 +12,7 @@ Events wait in `outbox`. A test delivers them in any order, late or twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +21,11 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate, IterationPlan, Snapshot
 from simulator.changes import change_of
-from simulator.voice import fate
+from simulator.voice import endpoint_of, fate
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, is_between_minibatches, picture
-from tidegate.ownership.records import MoveState
+from tidegate.ownership.records import GpuRecord, MoveState
 from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, Role, Token
 
@@ -42,6 +42,14 @@ class FakeCluster(FakeChanges):
     checkpoints: dict[str, int] = field(default_factory=dict)
     next_prompts: dict[str, int] = field(default_factory=dict)
     """The next prompt by checkpoint. Iterations before others have taken as few as they may."""
+    journal: list[tuple[int, int]] = field(default_factory=list)
+    """Each incarnation and iteration that the actor has trained, as in its journal."""
+    lineage: tuple[tuple[int, int], ...] = ()
+    """Those of which the actor's weights come."""
+    lineages: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """The same by checkpoint."""
+    late: list[cmd.LeadCommand] = field(default_factory=list)
+    """Commands to leads that are on their way, or that leads have taken and not begun."""
     handed_on: list[tuple[Role, int, IterationPlan | None]] = field(default_factory=list)
     """The iterations that the rollout or the inference has finished, with their incarnation. Their samples are on the
     stream, where a new lead finds them without a GPU."""
@@ -61,6 +69,22 @@ class FakeCluster(FakeChanges):
                 case _ if isinstance(command, cmd.StoreCommand):
                     self._operate_store(command)
 
+    def repeat(self, index: int) -> None:
+        """A command that was issued before comes again. `index` counts from the last one."""
+        place = len(self.log) - 1 - index % max(1, len(self.log))
+        if self.log and not (isinstance(self.log[place], cmd.StoreCommand) and place < self.num_fenced):
+            self.execute([self.log[place]])
+
+    def begin_late(self) -> None:
+        """Each lead begins what it has taken, because nobody has told it yet that its epoch is over."""
+        for command in self.late:
+            header, lead = command.header, self.leads[command.header.role]
+            if lead is None or header.lead_epoch != lead.epoch or header.id in self.effects:
+                continue
+            if _fault(command, lead) is None:
+                self.effects.append(header.id)
+                self._obey(command, lead)
+
     def observed(self) -> ev.Event:
         """The store as the shell reads it, with the transitions in the order of their names."""
         stored = self.store.observed()
@@ -74,21 +98,25 @@ class FakeCluster(FakeChanges):
         self.voice.report_gates(command, gates)
 
     def _operate_store(self, command: cmd.StoreCommand) -> None:
-        self._check_holders(command)
+        before = dict(self.store.gpus)
         try:
             self.store.operate(command)
         except REFUSALS as refused:
             self.voice.answer(command.id, accepted=False, message=str(refused))
+        self._check_holders(command, before)
 
-    def _check_holders(self, command: cmd.StoreCommand) -> None:
-        if isinstance(command, cmd.AdvanceMove) and command.to_state is MoveState.RELEASED:
-            self._check_released(command.gpu)
-        if isinstance(command, cmd.Reclaim):
-            assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
+    def _check_holders(self, command: cmd.StoreCommand, before: Mapping[GpuId, GpuRecord]) -> None:
+        """A step that the store has taken before, or refuses, changes nobody's GPU."""
+        is_release = isinstance(command, cmd.AdvanceMove) and command.to_state is MoveState.RELEASED
+        if isinstance(command, cmd.AdvanceMove | cmd.Reclaim) and self.store.gpus[command.gpu] != before[command.gpu]:
+            if is_release:
+                self._check_released(before[command.gpu])
+            elif isinstance(command, cmd.Reclaim):
+                assert not self.gates[command.gpu].is_held, f"{command.gpu} is reclaimed while a worker holds it"
 
-    def _check_released(self, slot: GpuId) -> None:
+    def _check_released(self, record: GpuRecord) -> None:
         """No process holds the GPU, and no layout in force counts on it."""
-        record = self.store.gpus[slot]
+        slot = record.gpu
         assert not self.gates[slot].is_held, f"{slot} is released while a worker holds it"
         lead = self.leads[record.owner.role] if record.owner else None
         if lead is not None and lead.resize is not None:
@@ -97,7 +125,7 @@ class FakeCluster(FakeChanges):
     def _ask_lead(self, command: cmd.LeadCommand) -> None:
         header = command.header
         lead = self.leads[header.role]
-        if lead is None or header.endpoint != f"at-{lead.instance}":
+        if lead is None or header.endpoint != endpoint_of(lead.instance):
             return
         if header.lead_epoch != lead.epoch:
             self.voice.answer(header.id, accepted=False, message=f"epoch {header.lead_epoch} is not {lead.epoch}")
@@ -193,6 +221,7 @@ class FakeCluster(FakeChanges):
         )
         # No event reports weights that come with the command: the scheduler asks a whole component to load them later.
         if header.role is Role.ACTOR:
+            self.lineage = self.lineages.get(command.checkpoint, ())
             self._publish(lead, header.incarnation, next_iteration)
 
     def _publish(self, lead: FakeLead, incarnation: int, version: int) -> None:
@@ -271,6 +300,8 @@ class FakeCluster(FakeChanges):
         if role is Role.ROLLOUT:
             body = replace(body, generated=fate((*trained, *filtered, *discarded)), metrics=(("reward_mean", 0.5),))
         elif role is Role.ACTOR:
+            self.journal.append((lead.incarnation, plan.iteration))
+            self.lineage += (self.journal[-1],)
             zero_std, invalid = fate(filtered, reason="zero_std"), fate(discarded, reason="invalid")
             kept = trained[self.num_lost :]
             body = replace(body, trained=fate(kept), filtered=(zero_std,), discarded=(invalid,))
@@ -290,6 +321,7 @@ class FakeCluster(FakeChanges):
             return
         name, next_iteration = f"step-{lead.incarnation}-{plan.iteration + 1}", plan.iteration + 1
         self.checkpoints[name] = next_iteration
+        self.lineages[name] = self.lineage
         self.next_prompts[name] = plan.first_prompt + num_prompts(plan)
         body = ev.CheckpointSaved(next_iteration, plan.version + 1, name, 0)
         self.voice.say(lead.instance, body, incarnation=lead.incarnation, grants=lead.members)
@@ -297,6 +329,8 @@ class FakeCluster(FakeChanges):
 
 def _fault(command: cmd.LeadCommand, lead: FakeLead) -> str | None:
     """The reason why the lead refuses the command now; None when it takes it."""
+    if command.header.incarnation < lead.incarnation:
+        return f"incarnation {command.header.incarnation} is before {lead.incarnation}"
     plan = lead.plan or lead.broken_off
     if isinstance(command, cmd.HoldTraining | cmd.OrderGroups):
         is_open = isinstance(plan, IterationPlan) and plan.iteration == command.iteration

@@ -5,17 +5,22 @@ Their events wait in `outbox`, for a test to deliver in any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
-from services.scheduler.state.components import role_of_instance
+from services.scheduler.state.cluster_state import ClusterState
+from services.scheduler.state.components import node_of_instance, role_of_instance
 from services.scheduler.state.values import JobSpec
-from simulator.store import Store
-from simulator.voice import Voice
+from simulator.store import TERM, Store
+from simulator.voice import Voice, endpoint_of
 from tests.unit.scheduler.fake_parts import JOB, NODES, FakeGate, FakeInstance, FakeLead, role_of
-from tidegate.types import GpuId, Grant, InstanceId, NodeId, Role, instance_id, node_of
+from tidegate.adapters.cell_store import next_count
+from tidegate.ownership.adoption import next_term, rebuild
+from tidegate.ownership.records import GateState
+from tidegate.ports.store import StoreContents
+from tidegate.types import NO_TOKEN, GpuId, Grant, InstanceId, NodeId, Role, instance_id, node_of
 
 
 class FakeVoice(Voice):
@@ -24,9 +29,17 @@ class FakeVoice(Voice):
     Only the order of an instance's events counts, so that these numbers may have gaps and repeats.
     """
 
-    def __init__(self, log: Sequence[cmd.Command], effects: Sequence[str]) -> None:
+    def __init__(self, log: Sequence[cmd.Command], effects: Sequence[str], gates: Mapping[GpuId, FakeGate]) -> None:
         super().__init__(JOB)
-        self._log, self._effects = log, effects
+        self._log, self._effects, self._gates = log, effects, gates
+
+    def join(self, name: InstanceId) -> None:
+        passed = tuple(
+            Grant(slot, gate.highest)
+            for slot, gate in sorted(self._gates.items())
+            if node_of(slot) == node_of_instance(name) and gate.highest > NO_TOKEN
+        )
+        self.say(name, ev.InstanceJoined(name, endpoint_of(name), self.boots[name], passed))
 
     def fail_component(
         self,
@@ -60,13 +73,19 @@ class FakeMembers:
     instances: dict[InstanceId, FakeInstance] = field(default_factory=dict)
     leads: dict[Role, FakeLead | None] = field(default_factory=dict)
     epochs: dict[Role, int] = field(default_factory=dict)
+    """The last epoch of each component in the store, as `boots` has the last start of each instance."""
+    boots: dict[InstanceId, int] = field(default_factory=dict)
+    register_term: int = TERM
+    """The last term by the bus."""
+    num_fenced: int = 0
+    """So many of the first commands in `log` are of schedulers that the store refuses by now."""
     log: list[cmd.Command] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = Store(self.job_spec.gpus)
-        self.voice = FakeVoice(self.log, self.effects)
         self.gates = {each: FakeGate() for each in self.job_spec.gpus}
+        self.voice = FakeVoice(self.log, self.effects, self.gates)
         self.leads = dict.fromkeys(Role)
         self.epochs = dict.fromkeys(Role, 0)
 
@@ -87,15 +106,21 @@ class FakeMembers:
     def start(self, name: InstanceId) -> None:
         """A new start of the instance, which leads when its role has no lead."""
         self.instances[name] = FakeInstance()
+        self.boots[name] = self._next_count(self.boots.get(name, 0))
+        self.voice.boots[name] = self.boots[name] - 1
         self.voice.start(name)
         if self.leads[role_of(name)] is None:
             self.elect(name)
 
     def elect(self, name: InstanceId) -> None:
         role = role_of(name)
-        self.epochs[role] += 1
+        self.epochs[role] = self._next_count(self.epochs[role])
         self.leads[role] = FakeLead(name, self.epochs[role])
         self.voice.elect(name, epoch=self.epochs[role])
+
+    def _next_count(self, last: int) -> int:
+        """As the store counts. Here the counts of the first term begin at 1."""
+        return next_count(last, self.store.term - TERM)
 
     def kill_worker(self, slot: GpuId) -> None:
         """The service sees the death of its worker at once. Nothing happens where no worker runs."""
@@ -200,11 +225,47 @@ class FakeMembers:
             self.start(name)
         return bool(dead)
 
+    def stop(self) -> None:
+        """Everything stops with the launcher, and what was not delivered is gone."""
+        for instance in self.instances.values():
+            instance.is_alive = instance.has_lease = False
+        for gate in self.gates.values():
+            gate.is_held = False
+        self.leads = dict.fromkeys(Role)
+        self.outbox.clear()
+
     # Gates
+
+    def adopt(self, known: ClusterState, *, least_term: int = 0) -> None:
+        """Open the store as `tidegate.ownership.adoption` does. Gates that answer are those of the nodes that have a
+        living instance in `known` and in truth."""
+        asked = {node_of_instance(name) for name in known.living() if self.instances[name].is_alive}
+        reports = {
+            node: [
+                GateState(slot, gate.highest, gate.is_held)
+                for slot, gate in self.gates.items()
+                if node_of(slot) == node and gate.highest > NO_TOKEN
+            ]
+            for node in asked
+        }
+        store = self.store
+        opened = tuple(each for each in store.records.values() if each.is_open)
+        contents = StoreContents(tuple(store.gpus.values()), opened)
+        term = next_term(max(self.register_term, store.term, least_term - 1), reports, contents)
+        rebuilt = rebuild(contents, reports)
+        store.term = self.register_term = term
+        store.gpus = {record.gpu: record for record in rebuilt.gpus}
+        store.records |= {each.id: each for each in rebuilt.transitions}
+        store.register(self.job_spec.gpus)
+        self.num_fenced = len(self.log)
 
     def _is_at_work(self, grant: Grant) -> bool:
         gate = self.gates[grant.gpu]
         return gate.is_held and gate.highest == grant.token
+
+    def _is_open_to(self, grant: Grant) -> bool:
+        gate = self.gates[grant.gpu]
+        return not gate.is_held and gate.highest < grant.token
 
     def _let_go(self, grants: Sequence[Grant]) -> None:
         for grant in grants:
@@ -212,11 +273,12 @@ class FakeMembers:
                 self.gates[grant.gpu].is_held = False
 
     def _pass_gates(self, command: cmd.ScaleUp | cmd.Resume, lead: FakeLead) -> bool:
-        """False, with an event, where an instance is dead or another grant holds a GPU."""
+        """False, with an event, where an instance is dead, or a gate has seen a newer grant, or this one before."""
         header = command.header
         for grant in command.grants:
             gate, name = self.gates[grant.gpu], instance_id(header.role, node_of(grant.gpu))
-            if not self.instances[name].is_alive or (gate.is_held and gate.highest != grant.token):
+            is_its_own = gate.is_held and gate.highest == grant.token
+            if not self.instances[name].is_alive or not (is_its_own or self._is_open_to(grant)):
                 self.voice.fail_component(
                     lead.instance, f"{name} is gone", grants=command.grants, incarnation=header.incarnation
                 )
