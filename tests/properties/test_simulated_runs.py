@@ -21,7 +21,6 @@ from simulator.happenings import What
 from simulator.scenario import Scenario, parse_scenario
 from simulator.scheduled import JobFailed
 from tests.effort import examples
-from tests.unit.simulator.waiting import Waiting
 from tests.unit.simulator.whole_runs import check_whole
 from tidegate.types import PromptOrder
 
@@ -35,7 +34,6 @@ POLICIES: list[Policy] = [
     DynaRLPolicy(DynaRLRules(request_priority=True)),
     TidePolicy(),
     TidePolicy(revises=False),
-    Waiting(),
 ]
 
 when = st.floats(0, 40)

@@ -310,15 +310,17 @@ class _Run:
             closing.push_async_callback(services.stop)
             closing.push_async_callback(self._follower.look_once_more)
             raise_if_cancelled()
-            self._view.step("fork servers and services")
-            services.start()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
             is_resumed = self._request.start is Start.RESUME
             if (found := self._claim.checkpoint) is not None and found.passed_over:
                 unread = f"cannot be read: {', '.join(found.passed_over)}"
                 self._view.note(f"{unread}; goes on from checkpoint {found.name}, trains again what came after it")
+            # Submit first: where the streams are lost, a join that is folded before it would supersede an iteration
+            # that the checkpoint has.
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
+            self._view.step("fork servers and services")
+            services.start()
             return await _first_of(
                 self._follower.end(), self._services_failed(services), self._events_unusable(self._follower)
             )
