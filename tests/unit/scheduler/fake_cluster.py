@@ -77,9 +77,8 @@ class FakeCluster(FakeChanges):
 
     def execute_late(self) -> None:
         """What is late comes now, but for starts, which would pass a gate after it was asked."""
-        starts = [each for each in self.late if isinstance(each, cmd.ScaleUp | cmd.Resume)]
-        others = [each for each in self.late if each not in starts]
-        self.late = starts
+        others = [each for each in self.late if not isinstance(each, cmd.ScaleUp | cmd.Resume)]
+        self.late = [each for each in self.late if each not in others]
         self.execute(others)
 
     def begin_late(self) -> None:
