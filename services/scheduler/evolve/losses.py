@@ -40,6 +40,10 @@ MAX_FAILED_STARTS = 4
 """Starts of a component that may fail in a row. With the pauses between them they take 42 s, twice the default lease.
 With fewer, an instance that is dead but still has its lease ends the job."""
 
+MAX_FAILED_RELEASES = 4
+"""Times that a component may fail in a row to give GPUs back. Its lead hangs then: each try has twice the deadline of a
+command, 4 minutes by default. Without the limit a plan that needs the GPUs would be tried for ever."""
+
 MAX_DEATHS = 3
 """Deaths of the actor's ranks from the opening of one iteration to the opening of the next. A resize that did not bring
 lost ranks back counts as one where nobody is known to have died in it. A minibatch that kills its ranks must not be

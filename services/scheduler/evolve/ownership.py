@@ -85,7 +85,13 @@ def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterSt
         return state.with_component(role, resizes.suspended(component, transition)) if has_nothing else state
     why = component.last_failure if transition.id in component.broken else "it was not done in time"
     num_failed = component.num_failed_starts + 1
-    component = replace(component, num_failed_starts=num_failed, last_failure=why)
+    only_gives = all(move.target is None for move in transition.moves)
+    component = replace(
+        component,
+        num_failed_starts=num_failed,
+        num_failed_releases=component.num_failed_releases + only_gives,
+        last_failure=why,
+    )
     if role is Role.ACTOR and component.is_suspended and num_failed >= MAX_FAILED_STARTS and state.phase not in OVER:
         return restart_actor(state, why=f"the actor failed to resume {num_failed} times in a row, the last time: {why}")
     return state.with_component(role, component)

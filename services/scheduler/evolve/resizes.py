@@ -163,18 +163,29 @@ def in_force(
             after = Working(alive, placed, num_deaths=before.num_deaths)
         case Down() if alive:
             after = Working(alive, placed)
-    return replace(component, state=after, switched=transition.id, num_failed_starts=0, last_failure="")
+    return _moved(component, after, transition)
 
 
 def _placed(body: ev.LayoutCommitted) -> Placed:
     return Placed(tuple(grant.gpu for grant in body.grants), body.layout)
 
 
+def _moved(component: Component, after: Down | Working | Suspended, transition: Transition) -> Component:
+    return replace(
+        component,
+        state=after,
+        switched=transition.id,
+        num_failed_starts=0,
+        num_failed_releases=0,
+        last_failure="",
+    )
+
+
 def suspended(component: Component, transition: Transition) -> Component:
     """The component without GPUs. It goes on when it gets some, an actor with its state."""
     before = component.state
     after = Suspended() if isinstance(before, Down) else Suspended(before.placed, before.num_deaths)
-    return replace(component, state=after, switched=transition.id, num_failed_starts=0, last_failure="")
+    return _moved(component, after, transition)
 
 
 def over(state: ClusterState, transition: Transition) -> ClusterState:

@@ -100,6 +100,7 @@ class Component:
     - `broken`: open transitions that cannot succeed any more;
     - `switched`: the transition whose layout is in force, or which suspended the component, as its lead says;
     - `num_failed_starts`: moves of it that failed in a row;
+    - `num_failed_releases`: those among them that only gave GPUs back;
     - `last_failure`: why the last of those moves failed.
     """
 
@@ -108,6 +109,7 @@ class Component:
     broken: tuple[TransitionId, ...] = ()
     switched: TransitionId | None = None
     num_failed_starts: int = 0
+    num_failed_releases: int = 0
     last_failure: str = ""
 
     @property

@@ -14,6 +14,7 @@ were. Where the component is down by then, they are taken back.
 Invariants:
 - A stop past its deadline ends the job, with the GPUs that still drain. [test_failed_changes: stop_that_is_not_done]
 - A change past its deadline leaves the component as it was. [test_unfinished_moves: change_that_is_overdue]
+- A component that fails to give GPUs back again and again ends the job. [test_unfinished_moves: never_gives_its_gpus]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import replace
 from services.scheduler.decide.moving.starts import pause
 from services.scheduler.decide.moving.steps import advance, change_deadline_ms, close, commit, plan
 from services.scheduler.decide.needs import Needs, header, waiting
+from services.scheduler.evolve.losses import MAX_FAILED_RELEASES
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState, Phase
 from services.scheduler.state.components import Target
@@ -56,6 +58,9 @@ def planned_release(state: ClusterState, role: Role, placed: Placed | None, now_
         return Needs((), ("the actor is suspended once the job runs",))
     if state.lead_of(role) is None:
         return Needs((), (f"the {role} gives {counted(len(grants), 'GPU')} back once it has a lead",))
+    if component.num_failed_releases >= MAX_FAILED_RELEASES:
+        asked = f"the {role} was asked {counted(component.num_failed_releases, 'time')} in a row to give GPUs back"
+        return Needs(failure=f"{asked} without effect, the last time: {component.last_failure}; see its logs")
     if (paused := pause(state, role, now_ms)) is not None:
         return paused
     kind, layout, target = PartKind.SUSPEND, None, Target(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.decide.expectations import next_due_ms
 from services.scheduler.evolve.losses import MAX_FAILED_STARTS
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import Phase
@@ -81,6 +82,23 @@ def test_growing_fails_again_and_again_without_an_end_of_the_job() -> None:
     other.is_alive = True
     drive.run_until(lambda state: gpus_of(state, Role.ROLLOUT) == (*ROLLOUT, ACTOR[1]))
     finishes(drive, proposed)
+
+
+def test_a_component_that_never_gives_its_gpus_back_ends_the_job() -> None:
+    drive, proposed = running()
+    drive.cluster.hung.add(Role.ROLLOUT)
+    propose(drive, proposed, **OPEN_CHANGES["fewer engines"])
+    for _ in range(200):
+        if drive.state.phase is Phase.STOPPING:
+            break
+        # Nothing but time passes: the iteration stays open.
+        due_ms = next_due_ms(drive.state)
+        assert due_ms is not None
+        drive.now_ms = max(drive.now_ms, due_ms)
+        drive.decide()
+
+    want = "the rollout was asked 4 times in a row to give GPUs back without effect"
+    assert (drive.state.phase, drive.state.message.startswith(want)) == (Phase.STOPPING, True), drive.state.message
 
 
 def test_a_job_that_ends_while_gpus_move_gives_all_back() -> None:
