@@ -26,7 +26,7 @@ from tidegate.adapters.memory_streams import (
     Stream,
 )
 from tidegate.adapters.response_feed import ResponseFeed
-from tidegate.codec import WireError, check_event, check_group, check_response, decode_event, decode_group
+from tidegate.codec import WireError, check_event, check_group, check_response, decode_event
 from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StaleTerm, StateCopy
 from tidegate.types import JobId
 from tidegate.v1.events_pb2 import Event
@@ -233,19 +233,12 @@ class _SampleConsumer:
         return self._consumer.num_waiting()
 
 
-def _decode_sample(stage: Stage, message: Stored) -> SampleGroup:
-    group = decode_group(message.payload, scored=stage is Stage.SCORED)
-    if subjects.sample_subject(stage, group) != message.subject:
-        raise WireError(f"SampleGroup does not belong on subject {message.subject}")
-    return group
-
-
 def _stored_group(stream: Stream, stage: Stage, subject: str) -> SampleGroup | None:
     """The group on a subject. Anybody may have published something else there."""
     for stored in stream.messages.values():
         if stored.subject == subject:
             with suppress(WireError):
-                return _decode_sample(stage, stored)
+                return subjects.decode_sample(stage, subject, stored.payload)
     return None
 
 
@@ -267,7 +260,7 @@ class MemorySampleStream:
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
         def decode(message: Stored) -> SampleGroup:
-            return _decode_sample(stage, message)
+            return subjects.decode_sample(stage, message.subject, message.payload)
 
         stream = self._server.stream(subjects.samples_stream(job))
         source = Source(

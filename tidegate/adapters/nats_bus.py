@@ -31,7 +31,7 @@ from tidegate.adapters.nats_copies import ROLL_UP, NatsStateCopies
 from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.adapters.response_feed import ResponseFeed
-from tidegate.codec import WireError, check_event, check_group, check_response, decode_event, decode_group
+from tidegate.codec import WireError, check_event, check_group, check_response, decode_event
 from tidegate.ports.bus import BusLimits, OnDeadLetter, Stage, StreamFull
 from tidegate.types import JobId
 from tidegate.v1.events_pb2 import Event
@@ -235,13 +235,6 @@ class _SampleConsumer:
         return int(info["num_pending"]) + int(info["num_ack_pending"])
 
 
-def _decode_sample(stage: Stage, subject: str, payload: bytes) -> SampleGroup:
-    group = decode_group(payload, scored=stage is Stage.SCORED)
-    if subjects.sample_subject(stage, group) != subject:
-        raise WireError(f"SampleGroup does not belong on subject {subject}")
-    return group
-
-
 class NatsSampleStream:
     def __init__(self, link: NatsLink, limits: BusLimits, dead_letters: NatsDeadLetters) -> None:
         self._link = link
@@ -277,12 +270,12 @@ class NatsSampleStream:
         while (found := await self._link.next_on(stream, subject, from_sequence=last + 1)) is not None:
             last, payload = found
             with suppress(WireError):
-                return _decode_sample(stage, subject, payload), last
+                return subjects.decode_sample(stage, subject, payload), last
         return None, last
 
     async def consumer(self, job: JobId, stage: Stage, name: str, *, on_dead_letter: OnDeadLetter) -> _SampleConsumer:
         def decode(raw: Msg) -> SampleGroup:
-            return _decode_sample(stage, raw.subject, raw.data)
+            return subjects.decode_sample(stage, raw.subject, raw.data)
 
         source = Source(
             job=job,

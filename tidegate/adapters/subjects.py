@@ -20,6 +20,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
+from tidegate.codec import WireError, decode_group
 from tidegate.events import is_figure
 from tidegate.ports.bus import Stage, StateCopy, StreamFull
 from tidegate.types import JobId, job_id
@@ -151,6 +152,14 @@ def sample_subject(stage: Stage, group: SampleGroup) -> str:
     return group_subject(
         JobId(group.job), stage, incarnation=group.incarnation, iteration=group.iteration, prompt=group.prompt
     )
+
+
+def decode_sample(stage: Stage, subject: str, payload: bytes) -> SampleGroup:
+    """The group on a subject. WireError: it is no group, or another subject's."""
+    group = decode_group(payload, scored=stage is Stage.SCORED)
+    if sample_subject(stage, group) != subject:
+        raise WireError(f"SampleGroup does not belong on subject {subject}")
+    return group
 
 
 def group_subject(job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int) -> str:

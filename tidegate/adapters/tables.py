@@ -82,7 +82,7 @@ def read_as(decode: Callable[[bytes], T], found: bytes, cell: Cell) -> T:
 
 
 def read_identity(run_id: str, adopted_run_id: bytes, term: bytes) -> Identity:
-    """Of the server `run_id`, by what its cells have of the last adoption. StoreDamaged: that is none."""
+    """The identity of the server `run_id`, by its cells of the last adoption. StoreDamaged: they have none."""
     adopted = read_as(bytes.decode, adopted_run_id, RUN_ID)
     return Identity(run_id, adopted or None, read_as(_decode_term, term, TERM))
 
