@@ -90,6 +90,7 @@ def test_two_elements_that_changed_places_change_the_sum(sums: WeightedSums, fir
         Block(0, BLOCK - 3, ROWS, 7, BLOCK - 3, COLS),
         Block(2, 2 * BLOCK, 1, 17, 2 * COLS + 2 * BLOCK, COLS),
         Block(5 * BLOCK, 3, ROWS, BLOCK, 3, COLS),
+        Block(1, BLOCK, ROWS, BLOCK + 16, 8, 2 * BLOCK),
     ],
 )
 def test_torch_sums_as_numpy_does(sums: WeightedSums, dtype: torch.dtype, block: Block) -> None:
@@ -107,3 +108,11 @@ def test_torch_sums_a_tensor_larger_than_one_chunk_as_numpy_does(sums: WeightedS
     tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
     whole = [Block(0, 0, 1, size, 0, size)]
     assert WeightedSums(with_numpy=False).of(tensor, whole) == sums.of(tensor, whole)
+
+
+@pytest.mark.parametrize("with_numpy", [True, False])
+def test_each_of_several_tensors_has_its_own_sum(sums: WeightedSums, with_numpy: bool) -> None:
+    parts = [(values(), [WHOLE]), (values(), []), (values().to(torch.bfloat16), [WHOLE])]
+    want = [sums.of(tensor, blocks) for tensor, blocks in parts]
+    assert WeightedSums(with_numpy=with_numpy).of_each(parts) == want
+    assert WeightedSums(with_numpy=with_numpy).of_each([]) == []

@@ -134,12 +134,8 @@ def sum_part(
             received = _sums_of_transfers(sums, targets, _of_kinds(part.receives, kinds), is_sent=False)
             return RankSums(*counted, sent=sent, received=received)
         case Level.FULL:
-            source_sums = tuple(
-                _sum_of_holding(sums, sources, holding) for holding in _of_kinds(part.source_holdings, kinds)
-            )
-            target_sums = tuple(
-                _sum_of_holding(sums, targets, holding) for holding in _of_kinds(part.target_holdings, kinds)
-            )
+            source_sums = _sums_of_holdings(sums, sources, _of_kinds(part.source_holdings, kinds))
+            target_sums = _sums_of_holdings(sums, targets, _of_kinds(part.target_holdings, kinds))
             return RankSums(*counted, source_sums=source_sums, target_sums=target_sums)
 
 
@@ -167,12 +163,18 @@ def _of_kinds(entries: Iterable[_Entry], kinds: AbstractSet[StateKind]) -> Itera
     return (entry for entry in entries if entry.kind in kinds)
 
 
-def _sum_of_holding(sums: WeightedSums, tensors: Tensors, holding: Holding) -> RegionSum:
+def _sums_of_holdings(sums: WeightedSums, tensors: Tensors, holdings: Iterable[Holding]) -> tuple[RegionSum, ...]:
+    holdings = tuple(holdings)
+    totals = sums.of_each((tensors[of.name, of.kind], of.blocks) for of in holdings)
+    return tuple(
+        RegionSum(of.name, of.kind, _region_of(of), sum(block.num_elements for block in of.blocks), total)
+        for of, total in zip(holdings, totals, strict=True)
+    )
+
+
+def _region_of(holding: Holding) -> int:
     boxes = sorted((block.row, block.col, block.rows, block.cols) for block in holding.blocks)
-    region = int.from_bytes(hashlib.blake2b(repr(boxes).encode(), digest_size=8).digest())
-    num_elements = sum(block.num_elements for block in holding.blocks)
-    total = sums.of(tensors[holding.name, holding.kind], holding.blocks)
-    return RegionSum(holding.name, holding.kind, region, num_elements, total)
+    return int.from_bytes(hashlib.blake2b(repr(boxes).encode(), digest_size=8).digest())
 
 
 def _sums_of_transfers(
@@ -186,9 +188,10 @@ def _sums_of_transfers(
             (copy.source_offset, copy.source_stride) if is_sent else (copy.target_offset, copy.target_stride)
         )
         found[copy.name, copy.kind, other].append(Block(copy.row, copy.col, copy.rows, copy.cols, offset, stride))
+    totals = sums.of_each((tensors[name, kind], blocks) for (name, kind, _), blocks in found.items())
     return tuple(
-        RegionSum(name, kind, other, sum(block.num_elements for block in blocks), sums.of(tensors[name, kind], blocks))
-        for (name, kind, other), blocks in found.items()
+        RegionSum(name, kind, other, sum(block.num_elements for block in blocks), total)
+        for ((name, kind, other), blocks), total in zip(found.items(), totals, strict=True)
     )
 
 

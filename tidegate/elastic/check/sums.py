@@ -15,8 +15,8 @@ Odd weights show every single changed bit. If two elements change places, the su
 far smaller.
 
 Tensors in host memory are summed there, by numpy. Those of another device are summed on it, by torch, whose 64-bit
-integers wrap as numpy's do. One number comes back for each tensor: bringing the tensors to the host took 79 % of a
-reshard on one H200.
+integers wrap as numpy's do. Only the sums come back, those of a device together: bringing the tensors to the host took
+79 % of a reshard on one H200, and at each wait for a sum another process of the device may go first.
 
 Invariants:
 - Memory beyond the tensor's is at most two times CHUNK elements and a few MiB of weights.
@@ -26,6 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -136,14 +137,29 @@ class WeightedSums:
 
     def of(self, tensor: torch.Tensor, blocks: Iterable[Block]) -> int:
         """The sum of the blocks of a flat tensor of any dtype and device."""
+        (total,) = self.of_each([(tensor, blocks)])
+        return total
+
+    def of_each(self, parts: Iterable[tuple[torch.Tensor, Iterable[Block]]]) -> list[int]:
+        """The sum of each tensor's blocks. One wait for all tensors of a device."""
+        totals = [self._total(tensor, blocks) for tensor, blocks in parts]
+        by_device: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        for total in totals:
+            if isinstance(total, torch.Tensor):
+                by_device[total.device].append(total)
+        read = {device: iter(torch.stack(those).tolist()) for device, those in by_device.items()}
+        return [(next(read[of.device]) if isinstance(of, torch.Tensor) else of) % 2**64 for of in totals]
+
+    def _total(self, tensor: torch.Tensor, blocks: Iterable[Block]) -> int | torch.Tensor:
+        """The sum, not yet modulo 2**64. A tensor of one number where torch sums, which may not have done it yet."""
         bits = tensor.detach().view(_INTEGERS[tensor.itemsize])
         pieces = (piece for block in blocks for piece in _pieces(block, bits.itemsize))
         if self._with_numpy and bits.device.type == "cpu":
-            return sum(self._with_numpy_of(bits, piece) for piece in pieces) % 2**64
+            return sum(self._with_numpy_of(bits, piece) for piece in pieces)
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for piece in pieces:
             total += self._with_torch_of(bits, piece)
-        return int(total) % 2**64
+        return total
 
     def _with_numpy_of(self, bits: torch.Tensor, piece: _Piece) -> int:
         # Read by address, because after `Tensor.numpy` the storage can no longer be resized. The last stride is 1.
@@ -159,11 +175,10 @@ class WeightedSums:
 
     def _with_torch_of(self, bits: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """On the tensor's device; no copy to the host and no wait."""
-        found = bits.as_strided(piece.shape, piece.strides, bits.storage_offset() + piece.offset)
         if piece.size == _WORD_BYTES:
-            # A copy, because the elements may lie across the words of the memory.
-            values = found.clone(memory_format=torch.contiguous_format).view(torch.int64)
+            values = _words(bits, piece)
         else:
+            found = bits.as_strided(piece.shape, piece.strides, bits.storage_offset() + piece.offset)
             values = found.to(torch.int64) & (2 ** (8 * piece.size) - 1)
         weights = self._weights_of(bits.device, piece.size)[_columns(piece, bits.itemsize)]
         sums = (values * weights).sum(-1)
@@ -176,6 +191,19 @@ class WeightedSums:
         if kept is None:
             kept = self._weights_on[device, size] = _on(device, self._weights[size])
         return kept
+
+
+def _words(bits: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """The piece's words: in place where they are words of the memory too, and otherwise a copy."""
+    per_word = _WORD_BYTES // bits.itemsize
+    begin = bits.storage_offset() + piece.offset
+    if begin % per_word or piece.stride % per_word:
+        found = bits.as_strided(piece.shape, piece.strides, begin)
+        return found.clone(memory_format=torch.contiguous_format).view(torch.int64)
+    rows, count, width = piece.shape
+    strides = (piece.stride // per_word, BLOCK // per_word, 1)
+    words = torch.empty(0, dtype=torch.int64, device=bits.device)
+    return words.set_(bits.untyped_storage(), begin // per_word, (rows, count, width // per_word), strides)
 
 
 def _on(device: torch.device, numbers: Numbers) -> torch.Tensor:
