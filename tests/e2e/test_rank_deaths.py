@@ -63,6 +63,7 @@ async def _finished(job: RunningJob, want_checksum: str, *, incarnations: set[in
     assert {event.incarnation for event in job.events if event.incarnation} == incarnations
 
 
+@pytest.mark.long
 async def test_a_rank_that_dies_in_an_update_is_replaced_and_the_update_is_made_once(
     want_checksum: str, tmp_path: Path
 ) -> None:

@@ -168,7 +168,7 @@ PLACING = [name for name in POLICIES if name != "static"]
 
 
 @pytest.mark.parametrize("name", PLACING)
-@settings(FEW, max_examples=6)
+@settings(FEW, max_examples=3)
 @given(steps=st.lists(without_resizes, max_size=30))
 def test_a_job_whose_node_is_lost_for_good_finishes_without_it(name: str, steps: list[tuple[str, int]]) -> None:
     check_without_node(name, steps)

@@ -84,7 +84,7 @@ def stands_by(of: RealCopies, grants: list[Grant]) -> bool:
     return {Grant(grant.gpu, NO_TOKEN) for grant in grants} <= set(of.workers.running())
 
 
-@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[2]))
+@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[1]))
 async def test_a_copy_that_stood_by_gives_the_same_bits_as_the_same_processes(
     tmp_path: Path, weights: Path, server: Server, tp: int
 ) -> None:

@@ -39,7 +39,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=pytest.mark.long if "mid-job" in each else ()) for each in MOMENTS]
+)
 def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(moment: str, launch: Launch) -> None:
     says, number, want = MOMENTS[moment]
     launched = launch()
