@@ -14,6 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
 
 
 class _LogFile(logging.FileHandler):
-    """A full disk costs the log lines, and nothing else. Stderr is told once, until a line can be written again."""
+    """A full disk costs the log lines, and nothing else. Stderr is told once, if it takes it, until a line can be
+    written again."""
 
     _fails = False
     _is_told = False
@@ -86,7 +88,9 @@ class _LogFile(logging.FileHandler):
             return
         self._fails = True
         if not self._is_told:
-            print(f"tidegate: lines of the log {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+            # A service's stderr is a file too, mostly on the same disk.
+            with suppress(OSError):
+                print(f"tidegate: lines of the log {self.baseFilename} cannot be written: {error}", file=sys.stderr)
 
 
 def without_credentials(value: Any) -> Any:

@@ -61,7 +61,7 @@ async def test_something_else_on_the_subject_of_a_group_to_come_keeps_no_group_o
     await bench.publish_raw(f"tg.samples.{bench.job}.generated.1.0.8", b"\xff\xff")
     if is_seen:
         assert await consumer.fetch(1, timeout_s=SOON_S) == []
-        assert await samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == set()
+    assert await samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == set()
 
     assert await samples.publish(Stage.GENERATED, group) is True
     await bench.publish_raw(f"tg.samples.{bench.job}.generated.1.0.8", b"\xfe")
@@ -70,6 +70,7 @@ async def test_something_else_on_the_subject_of_a_group_to_come_keeps_no_group_o
     assert [delivery.group for delivery in await consumer.fetch(3, timeout_s=PATIENT_S)] == [group]
     stored = await samples.stored_group(bench.job, Stage.GENERATED, incarnation=1, iteration=0, prompt=8)
     assert stored == group
+    assert await samples.published(bench.job, Stage.GENERATED, incarnation=1, iteration=0) == {8}
     assert len(bench.dead_letters) == 2
 
 

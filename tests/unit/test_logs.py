@@ -116,6 +116,18 @@ def test_a_full_disk_costs_the_log_lines_and_is_told_once(log_path: Path, capsys
     assert log_path.read_text().splitlines()[-1].endswith('"event": "after"}')
 
 
+def test_a_full_disk_that_has_the_file_of_stderr_too_breaks_nothing(
+    log_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "stderr").open("w", buffering=1) as stderr, full_disk(beyond_bytes=0):
+        monkeypatch.setattr("sys.stderr", stderr)
+        for _ in range(2):
+            structlog.get_logger("test").info("not kept")
+        monkeypatch.undo()
+    structlog.get_logger("test").info("after")
+    assert log_path.read_text().splitlines()[-1].endswith('"event": "after"}')
+
+
 @contextmanager
 def full_disk(*, beyond_bytes: int) -> Iterator[None]:
     """No file of this process grows beyond this size."""

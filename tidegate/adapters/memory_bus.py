@@ -279,8 +279,9 @@ class MemorySampleStream:
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
         stream = self._server.stream(subjects.samples_stream(job))
-        stored = [stream.messages[sequence].subject for sequence in stream.of(pattern)]
-        return frozenset(prompt for _, _, _, prompt in subjects.groups_of(stored))
+        stored = {stream.messages[sequence].subject for sequence in stream.of(pattern)}
+        groups = (subject for subject in stored if _stored_group(stream, stage, subject) is not None)
+        return frozenset(prompt for _, _, _, prompt in subjects.groups_of(groups))
 
     async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int

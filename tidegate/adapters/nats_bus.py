@@ -40,6 +40,8 @@ from tidegate.v1.samples_pb2 import SampleGroup
 _NS = 10**9
 # A follower that missed its hint reads again after this time.
 _FOLLOW_S = 2.0
+# Groups that are read together: some have megabytes.
+_LOOKS_AT_ONCE = 16
 
 
 class NatsBus:
@@ -295,8 +297,18 @@ class NatsSampleStream:
 
     async def published(self, job: JobId, stage: Stage, *, incarnation: int, iteration: int) -> frozenset[int]:
         pattern = subjects.iteration_samples(job, stage, incarnation=incarnation, iteration=iteration)
-        stored = await self._subjects(job, pattern)
-        return frozenset(prompt for _, _, _, prompt in subjects.groups_of(stored))
+        prompts = sorted(prompt for _, _, _, prompt in subjects.groups_of(await self._subjects(job, pattern)))
+        found: set[int] = set()
+        for at in range(0, len(prompts), _LOOKS_AT_ONCE):
+            some = prompts[at : at + _LOOKS_AT_ONCE]
+            groups = await asyncio.gather(
+                *(
+                    self.stored_group(job, stage, incarnation=incarnation, iteration=iteration, prompt=prompt)
+                    for prompt in some
+                )
+            )
+            found.update(prompt for prompt, group in zip(some, groups, strict=True) if group is not None)
+        return frozenset(found)
 
     async def stored_group(
         self, job: JobId, stage: Stage, *, incarnation: int, iteration: int, prompt: int

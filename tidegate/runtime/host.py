@@ -16,6 +16,8 @@ Invariants:
 - A lead that could not renew its epoch for as long as the epoch lasts stops leading too.
   [test_host: lead_that_could_not_renew]
 - The death of a worker is reported once. [test_host: the_death_of_a]
+- An instance whose lead cannot work any more ends, and is started again. It keeps no lease without doing anything.
+  [test_host: lead_broke_ends]
 
 Every start has its own boot (`Boots.next_boot`).
 """
@@ -110,6 +112,8 @@ class ComponentHost:
                 await asyncio.wait(
                     [beating, stopped], timeout=self._longest_wait_s(), return_when=asyncio.FIRST_COMPLETED
                 )
+                if self._lead is not None:
+                    self._lead.check_alive()
                 if self._record is not None and self._now_s() >= self._leads_until_s:
                     self._log.warning("epoch not renewed in time", epoch=self._record.epoch)
                     await self._stop_leading()

@@ -187,6 +187,11 @@ class Lead(ABC):
                 await end_task(task)
         await self._end_iteration()
 
+    def check_alive(self) -> None:
+        """Raises the error that ended its work on commands. Only a fault of our own does."""
+        if self._server is not None and self._server.done() and not self._server.cancelled():
+            self._server.result()
+
     @property
     def pace(self) -> Pace:
         """The pace of its pictures of an iteration."""

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.component_bench import JOB, NODES
+from tests.component_bench import JOB, NODES, snapshot
 from tests.unit.runtime.diary import LEAD_TTL_MS, LEASE_TTL_MS, ROLE, WatchedStore, hosting, no_gates
 from tidegate.adapters.cell_store import COUNTS_PER_TERM
 from tidegate.codec import decode_grants
 from tidegate.ownership.adoption import adopt
+from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import GpuId, Grant, Token, instance_id
-from tidegate.v1 import events_pb2
+from tidegate.v1 import commands_pb2, events_pb2
 
 FIRST = COUNTS_PER_TERM + 1
 """The first epoch of the store's first term."""
@@ -118,6 +119,25 @@ async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(t
         record = await of.lead_in_force()
         await of.store.resign(record)
         assert await of.elected(count=2) == first + 1
+
+
+async def test_an_instance_whose_lead_broke_ends_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(tmp_path) as of:
+        of.start()
+        await of.elected()
+        lead = of.bench.leads[0]
+
+        def breaks(error: Exception) -> None:
+            raise RuntimeError("a fault of ours")
+
+        lead.failure = WorkerGone("the worker of n0/0 died")
+        monkeypatch.setattr(lead, "report_unreachable", breaks)
+        lead.take(of.bench.scale_up())
+        lead.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(1)))
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await of.running.pop()
 
 
 async def test_an_instance_that_leaves_resigns_gives_its_lease_back_and_reports_it(tmp_path: Path) -> None:
