@@ -16,11 +16,8 @@ from tests.ranks import RankContext, Results
 from tidegate.types import Layout
 
 
-class ThroughHostMemory(ByGloo):
-    """Every byte that changes its rank goes down to host memory and up again, as one device's ranks exchange tensors.
-
-    It has no floor: that would take the memory of another copy of everything that moves.
-    """
+class OnOneDevice(ByGloo):
+    """It has no floor: that would take the memory of another copy of everything that moves."""
 
     moved_bytes = 0
 
@@ -53,8 +50,8 @@ def measure_side(
     meshes = [
         state.provider.mesh(layout, tuple(range(layout.num_ranks))) for layout in (Layout(**source), Layout(**target))
     ]
-    own = ThroughHostMemory(crew, state) if side == "tidegate" else TorchCheckpoint(crew, state)
+    own = OnOneDevice(crew, state) if side == "tidegate" else TorchCheckpoint(crew, state)
     found = {key: np.array(values) for key, values in times_of(crew, own, meshes, num_runs).items()}
-    found["moved_bytes"] = np.array(own.moved_bytes if isinstance(own, ThroughHostMemory) else -1)
+    found["moved_bytes"] = np.array(own.moved_bytes if isinstance(own, OnOneDevice) else -1)
     crew.part()
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,23 @@ def test_ranks_on_one_gpu_exchange_what_ranks_on_cpus_do(ranks: RankServer, cuda
         assert bool(of_rank["is staged"])
         for name, array in want.items():
             np.testing.assert_array_equal(of_rank[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("maps", [True, False], ids=["mapped", "sent, as one rank cannot map"])
+def test_ranks_on_one_gpu_copy_out_of_each_others_tensors(ranks: RankServer, maps: bool) -> None:
+    switches = [
+        ({"dp": 4}, [0, 1, 2, 3]),
+        ({"tp": 2, "dp": 2}, [0, 1, 2, 3]),
+        ({"tp": 2, "pp": 2, "vpp": 2}, [3, 1, 0, 2]),
+        ({"tp": 2}, [0, 1]),
+    ]
+    found = ranks.run(
+        RANKS + "switches_over_device_memory", 4, {"switches": list(pairwise(switches)), "maps": maps}, timeout_s=100.0
+    )
+
+    for of_rank in found:
+        assert set(of_rank["answers"]) == ({""} if maps else {"", "it cannot"})
+        assert int(of_rank["kept_bytes"]) < 16 << 20
 
 
 def test_a_rank_alone_in_its_world_uses_nccl(ranks: RankServer) -> None:

@@ -31,12 +31,14 @@ import torch
 
 from tidegate.elastic.agreement import Agreement, PortionSizes, agree
 from tidegate.elastic.carried_update import CarriedUpdate
+from tidegate.elastic.carry.device_memory import DeviceMemory
 from tidegate.elastic.carry.hybrid import HybridTransport
 from tidegate.elastic.carry.peer_to_peer import PeerToPeer
 from tidegate.elastic.carry.shared_memory import SharedMemory
 from tidegate.elastic.carry.transport import StandIns, Transport
 from tidegate.elastic.check.certificate import Certificate, certify, decode_all, encode_all, sum_part
 from tidegate.elastic.check.level import Level
+from tidegate.elastic.epoch.backends import Backend
 from tidegate.elastic.epoch.joint_step import MemberFailed, run_on_all
 from tidegate.elastic.epoch_cache import EpochCache
 from tidegate.elastic.model.memory import ArenaReader
@@ -263,7 +265,23 @@ class Preparation:
             return self._run_on_all("certificate", lambda: self._allocate(target) + self._fill(duty, target, kinds))
         # Members that send would wait for one that has no memory to receive.
         self._run_on_all("allocation", lambda: self._allocate(target))
+        if isinstance(carrier := duty.transport, DeviceMemory):
+            self._map(carrier, duty)
         return self._run_on_all("certificate", lambda: self._fill(duty, target, kinds))
+
+    def _map(self, carrier: DeviceMemory, duty: Duty) -> None:
+        """All members map what they receive from, or none does."""
+
+        def announce() -> bytes:
+            with self._watch.part("transfer"):
+                return carrier.announce(duty.part, duty.own)
+
+        def map_all() -> bytes:
+            with self._watch.part("transfer"):
+                return carrier.open(duty.part, announced)
+
+        announced = self._run_on_all("transfer", announce)
+        carrier.settle(self._run_on_all("transfer", map_all))
 
     def _allocate(self, target: StateLocation) -> bytes:
         with self._watch.part("allocation"):
@@ -317,7 +335,8 @@ class Preparation:
             rank: {**sources.places(rank, origin), **self._carried.places(rank)} for rank, origin in origins.items()
         }
         if not all(places.values()):
-            return sent
+            shares = world.device.type == "cuda" and world.backend is Backend.STAGED and not sources.lost
+            return DeviceMemory(sent) if shares and len(set(hosts.values())) == 1 else sent
         shared = SharedMemory(places, self._reader)
         return shared if len(set(hosts.values())) == 1 else HybridTransport(shared, sent, hosts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,21 @@ def itemsize_of(kind: StateKind) -> int:
 
 
 def placed(arena: SharedArena, bits: cutter.Tensors, *, is_filled: bool) -> Tensors:
+    return tensors_of(bits, is_filled=is_filled, empty=arena.empty)
+
+
+def _empty(size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
+def tensors_of(
+    bits: cutter.Tensors, *, is_filled: bool, empty: Callable[[int, torch.dtype], torch.Tensor] = _empty
+) -> Tensors:
     """Tensors of these sizes, with these bits or with the pattern of padding."""
     tensors: Tensors = {}
     for key, values in bits.items():
         dtype, integers = _TYPES[itemsize_of(key[1])]
-        tensors[key] = arena.empty(values.size, dtype)
+        tensors[key] = empty(values.size, dtype)
         wrapped = torch.from_numpy(values.astype(f"i{integers.itemsize}"))
         tensors[key].view(integers).copy_(wrapped if is_filled else torch.full_like(wrapped, cutter.PADDING))
     return tensors
