@@ -41,7 +41,7 @@ class Store:
         """GPUs that the store does not know yet are free."""
         missing = [gpu for gpu in gpus if gpu not in self.gpus]
         for gpu in missing:
-            self._put(GpuRecord(gpu, GpuState.FREE, None, Token(0, 0)))
+            self._put(GpuRecord(gpu, GpuState.FREE, None, Token(self.term, 0)))
         if missing:
             self.gpus = dict(sorted(self.gpus.items()))
 

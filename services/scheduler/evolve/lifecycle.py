@@ -20,6 +20,7 @@ from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.course import Checkpoint
 from services.scheduler.state.values import JobSpec
+from tidegate.checkpoint_names import place_of
 from tidegate.ownership.records import GpuRecord
 from tidegate.types import NO_TOKEN, GpuId, node_of
 
@@ -109,6 +110,19 @@ def _checkpointed(state: ClusterState, event: ev.Event, body: ev.CheckpointSaved
     if known is not None and body.next_iteration <= known.next_iteration and not is_other:
         return Refused("of an older checkpoint")
     checkpoint = Checkpoint(
-        next_iteration=body.next_iteration, version=body.version, name=body.name, incarnation=event.incarnation
+        next_iteration=body.next_iteration,
+        version=body.version,
+        name=body.name,
+        incarnation=event.incarnation,
+        known_until=_known_until(state, body.name) if is_found_checkpoint(event) else None,
     )
     return replace(state, checkpoint=checkpoint)
+
+
+def _known_until(state: ClusterState, name: str) -> int | None:
+    place, known = place_of(name), state.checkpoint
+    if place is None or place[0] <= state.incarnation:
+        return None
+    if known is None:
+        return 0
+    return known.next_iteration if known.known_until is None else min(known.known_until, known.next_iteration)

@@ -184,7 +184,9 @@ def next_incarnation(state: ClusterState, *, incarnation: int) -> ClusterState:
     checkpoint = state.checkpoint
     next_iteration = checkpoint.next_iteration if checkpoint else 0
     next_version = checkpoint.version if checkpoint else 0
-    state = evaluations.superseded(supersede(state, next_iteration=next_iteration), next_version=next_version)
+    known_until = next_iteration if checkpoint is None or checkpoint.known_until is None else checkpoint.known_until
+    state = supersede(state, next_iteration=min(known_until, next_iteration))
+    state = evaluations.superseded(state, next_version=next_version)
     actor = state.components[Role.ACTOR]
     transition = state.transition_of(Role.ACTOR)
     broken = (transition.id,) if transition else ()

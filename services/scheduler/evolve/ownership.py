@@ -3,7 +3,8 @@
 `released` and `held` name only grants that the store still counts as the component's, or as lost.
 
 Invariants:
-- A record's token never goes back. [test_fold: an_older_record_changes_nothing]
+- A record's token never goes back but where the store lost a grant that nobody has.
+  [test_fold: an_older_record_changes_nothing] [test_lost_gpus: store_lost_and_nobody_has]
 - A layout counts only within the open transition that asked for it. [test_layout_changes: closed_resize_cannot_commit]
 - An event under tokens that are no longer current changes nothing. [test_fold: that_is_refused_changes_only]
 - A gate's report speaks only of grants that it was asked about. [test_lost_gpus: gates_answer_about_an_earlier_grant]
@@ -20,7 +21,7 @@ from services.scheduler.evolve.losses import MAX_FAILED_STARTS, lose, restart_ac
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Component, role_of_instance
-from tidegate.ownership.records import GpuState, Part, PartKind, PartState, Transition, transition_number
+from tidegate.ownership.records import GpuRecord, GpuState, Part, PartKind, PartState, Transition, transition_number
 from tidegate.types import Grant, Role, TransitionId, node_of
 
 
@@ -29,7 +30,7 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
     gpus = dict(state.gpus)
     for record in body.gpus:
         known = gpus.get(record.gpu)
-        if known is None or record.token >= known.token:
+        if known is None or record.token >= known.token or _was_lost(state, known, record):
             gpus[record.gpu] = record
     before = state.transitions
     transitions = {each.id: each for each in sorted(body.transitions, key=_index) if each.is_open}
@@ -56,6 +57,11 @@ def observed(state: ClusterState, body: ev.OwnershipObserved) -> ClusterState:
         released=tuple(grant for grant in state.released if grant in current),
         held=tuple(grant for grant in state.held if grant in current),
     )
+
+
+def _was_lost(state: ClusterState, known: GpuRecord, record: GpuRecord) -> bool:
+    """Whether the store lost the known grant and nobody has it: the gate says so, and the store has the GPU as free."""
+    return record.state is GpuState.FREE and Grant(known.gpu, known.token) in state.released
 
 
 def _index(transition: Transition) -> int:

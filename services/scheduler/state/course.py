@@ -128,12 +128,16 @@ class Checkpoint:
 
     A lead saves with its own incarnation. A launcher reports a checkpoint that it found with an incarnation that
     nothing in the job's folder has.
+
+    `known_until`: of one that an incarnation wrote of which the state knows nothing, because it came back older.
+    Earlier iterations are in both lineages. Whether a later one was trained again is not known.
     """
 
     next_iteration: int
     version: int
     name: str
     incarnation: int
+    known_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

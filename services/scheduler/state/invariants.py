@@ -19,7 +19,7 @@ from services.scheduler.state.course import KEPT, Summary, accounting_fault
 from services.scheduler.state.layouts import replica_size
 from services.scheduler.state.values import Fate
 from tidegate.ownership.records import GpuState
-from tidegate.types import NO_TOKEN, GpuId, Role, node_of
+from tidegate.types import NO_TOKEN, GpuId, Grant, Role, node_of
 
 _RANK = {
     Phase.SUBMITTED: 0,
@@ -213,6 +213,9 @@ def _tokens_only_grow(previous: ClusterState, state: ClusterState) -> Iterator[V
         # A submission forgets the tokens: the store may have lost them. Its config may leave nodes out.
         is_forgotten = known.token == NO_TOKEN if known else node_of(gpu) not in nodes
         if is_new_submission and is_forgotten:
+            continue
+        # The store lost a grant that nobody has.
+        if known and known.state is GpuState.FREE and Grant(gpu, record.token) in previous.released:
             continue
         if known is None or known.token < record.token:
             token = known.token if known else "none"

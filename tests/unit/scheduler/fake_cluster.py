@@ -25,6 +25,7 @@ from simulator.voice import endpoint_of, fate
 from tests.unit.scheduler.fake_changes import FakeChanges
 from tests.unit.scheduler.fake_parts import JOB, FakeLead, num_prompts, samples
 from tests.unit.scheduler.fake_pictures import EIGHTHS, is_between_minibatches, picture
+from tidegate.checkpoint_names import checkpoint_name
 from tidegate.ownership.records import GpuRecord, MoveState
 from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, Role, Token
@@ -50,6 +51,8 @@ class FakeCluster(FakeChanges):
     """The same by checkpoint."""
     late: list[cmd.LeadCommand] = field(default_factory=list)
     """Commands to leads that are on their way, or that leads have taken and not begun."""
+    num_gone: int = 0
+    """The commands of `log` that were issued before everything stopped."""
     handed_on: list[tuple[Role, int, IterationPlan | None]] = field(default_factory=list)
     """The iterations that the rollout or the inference has finished, with their incarnation. Their samples are on the
     stream, where a new lead finds them without a GPU."""
@@ -72,8 +75,15 @@ class FakeCluster(FakeChanges):
     def repeat(self, index: int) -> None:
         """A command that was issued before comes again. `index` counts from the last one."""
         place = len(self.log) - 1 - index % max(1, len(self.log))
-        if self.log and not (isinstance(self.log[place], cmd.StoreCommand) and place < self.num_fenced):
+        first = self.num_fenced if self.log and isinstance(self.log[place], cmd.StoreCommand) else self.num_gone
+        if self.log and place >= first:
             self.execute([self.log[place]])
+
+    def stop(self) -> None:
+        """No command from before comes any more: its sender and its receiver are gone."""
+        super().stop()
+        self.late.clear()
+        self.num_gone = len(self.log)
 
     def execute_late(self) -> None:
         """What is late comes now, but for starts, which would pass a gate after it was asked."""
@@ -325,7 +335,8 @@ class FakeCluster(FakeChanges):
     def _save(self, lead: FakeLead, plan: IterationPlan) -> None:
         if (plan.iteration + 1) % self.checkpoint_every:
             return
-        name, next_iteration = f"step-{lead.incarnation}-{plan.iteration + 1}", plan.iteration + 1
+        next_iteration = plan.iteration + 1
+        name = checkpoint_name(lead.incarnation, next_iteration)
         self.checkpoints[name] = next_iteration
         self.lineages[name] = self.lineage
         self.next_prompts[name] = plan.first_prompt + num_prompts(plan)

@@ -17,6 +17,7 @@ from simulator.voice import LAUNCHER
 from tests.unit.scheduler.drive import Drive
 from tests.unit.scheduler.fake_cluster import FakeCluster
 from tests.unit.scheduler.fake_parts import JOB
+from tidegate.checkpoint_names import place_of
 from tidegate.ownership.records import GpuRecord, Transition
 from tidegate.types import GpuId, InstanceId, Role, TransitionId
 
@@ -124,6 +125,6 @@ def lose_stream(drive: Drive, number: int, *, register_term: int = 0, store: Sav
 
 
 def _place_of(checkpoint: str) -> tuple[int, int]:
-    """The incarnation that saved it, and its next iteration."""
-    _, incarnation, next_iteration = checkpoint.split("-")
-    return int(incarnation), int(next_iteration)
+    place = place_of(checkpoint)
+    assert place is not None
+    return place

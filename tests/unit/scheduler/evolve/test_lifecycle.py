@@ -293,7 +293,7 @@ def submitted(state: ClusterState, job: JobSpec) -> ClusterState:
     ("num_iterations", "want"),
     [
         (3, (Phase.FINISHED, 1, "all 3 iterations are done")),
-        (5, (Phase.SUBMITTED, 2, "resumes from checkpoint step-1-3")),
+        (5, (Phase.SUBMITTED, 2, "resumes from checkpoint inc001-it000003")),
     ],
     ids=["as many", "more"],
 )
@@ -347,11 +347,11 @@ def test_a_resume_takes_a_store_that_came_back_with_older_records_as_it_is() -> 
     checked(drive.state, state, after)
 
 
-def resumed(drive: Drive, *, next_iteration: int, incarnation: int) -> ClusterState:
+def resumed(drive: Drive, *, next_iteration: int, incarnation: int, name: str = "found") -> ClusterState:
     """Resumes like a launcher: reports the checkpoint in the job's folder, then submits the job."""
     cluster = drive.cluster
-    cluster.checkpoints["found"] = next_iteration
-    cluster.voice.say("launcher", ev.CheckpointSaved(next_iteration, next_iteration, "found", 16))
+    cluster.checkpoints[name] = next_iteration
+    cluster.voice.say("launcher", ev.CheckpointSaved(next_iteration, next_iteration, name, 16))
     cluster.voice.say("launcher", ev.JobSubmitted(cluster.job_spec, "{}", resume=True))
     cluster.outbox[-2:] = [replace(event, incarnation=incarnation) for event in cluster.outbox[-2:]]
     while any(event.source == "launcher" for event in cluster.outbox):
@@ -396,6 +396,23 @@ def test_a_resume_with_a_state_begins_from_the_checkpoint_that_the_launcher_foun
     assert drive.run().phase is Phase.FINISHED
 
 
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("inc001-it000002", [False, False]), ("inc002-it000002", [False, True]), ("found", [False, False])],
+    ids=["of the state's incarnation", "of a later one, which the state does not know", "without an incarnation"],
+)
+def test_accounts_count_only_as_far_as_the_found_checkpoints_lineage_is_known(name: str, want: list[bool]) -> None:
+    drive = booted(FakeCluster(spec(num_iterations=4)))
+    state = drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
+    first = Checkpoint(next_iteration=1, version=1, name="inc001-it000001", incarnation=1)
+    drive.state = replace(state, checkpoint=first)
+
+    state = resumed(drive, next_iteration=2, incarnation=9, name=name)
+
+    assert [each.is_superseded for each in state.summaries[:2]] == want
+    assert state.next_iteration == 2
+
+
 def test_an_actor_that_passes_over_a_damaged_checkpoint_trains_again_what_came_after_the_older_one() -> None:
     drive = booted(FakeCluster(spec(num_iterations=3, max_actor_restarts=9)))
     state = drive.run_until(lambda state: is_iterating(state) and state.next_iteration == 2)
@@ -411,7 +428,7 @@ def test_an_actor_that_passes_over_a_damaged_checkpoint_trains_again_what_came_a
     assert "goes on from iteration 1 and trains again what came after it" in restarted.message
     again = drive.run_until(lambda each: each.incarnation == 2 and each.next_iteration == 2)
     assert again.checkpoint is not None
-    assert again.checkpoint.name == "step-2-2", "the next save counts, though the damaged one was as far"
+    assert again.checkpoint.name == "inc002-it000002", "the next save counts, though the damaged one was as far"
     state = drive.run()
     assert state.phase is Phase.FINISHED
     assert [each.iteration for each in state.summaries if not each.is_superseded] == [0, 1, 2]

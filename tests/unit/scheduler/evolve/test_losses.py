@@ -135,7 +135,7 @@ def test_an_iteration_closed_by_an_actor_that_lacks_a_rank_is_saved_and_publishe
 
     drive.run_until(lambda state: state.next_iteration == 1 and is_iterating(state))
 
-    assert list(drive.cluster.checkpoints) == ["step-1-1"]
+    assert list(drive.cluster.checkpoints) == ["inc001-it000001"]
     assert len(_closes_of_actor(drive)) == 1
     assert (drive.run().phase, drive.state.incarnation) == (Phase.FINISHED, 1)
 
@@ -228,7 +228,7 @@ def test_an_actor_rank_whose_state_is_lost_starts_a_new_incarnation_from_the_las
 
     state = drive.run()
 
-    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", "step-1-1"]
+    assert [command.checkpoint for command in starts_of_actor(drive)] == ["", "inc001-it000001"]
     assert (state.phase, state.incarnation, state.num_restarts) == (Phase.FINISHED, 2, 1)
     assert [(each.iteration, each.incarnation) for each in state.summaries if not each.is_superseded] == [
         (0, 1),

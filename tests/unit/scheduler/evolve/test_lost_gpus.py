@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.decide.turn import checked
 from services.scheduler.evolve.fold import evolve
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
@@ -149,6 +150,22 @@ def test_a_lost_gpu_that_no_worker_ever_held_is_free_though_its_gate_does_not_li
 
     assert evolve(state, answer(NODES[0])).released == ()
     assert evolve(state, answer(NODES[1])).released == (grant,)
+
+
+def test_a_grant_that_the_store_lost_and_nobody_has_leaves_the_gpu_as_the_store_has_it() -> None:
+    drive = iterating()
+    drive.cluster.kill_worker(ROLLOUT_GPU)
+    state = evolve(drive.state, drive.cluster.outbox.pop())
+
+    def told(body: ev.Body, *grants: Grant) -> ev.Event:
+        return ev.Event(job=JOB, source="scheduler", boot=1, sequence=99, body=body, grants=grants)
+
+    free = GpuRecord(ROLLOUT_GPU, GpuState.FREE, None, Token(1, 0))
+    observed = told(ev.OwnershipObserved((free,), tuple(drive.cluster.store.records.values())))
+    assert evolve(state, observed).gpus[ROLLOUT_GPU].token == Token(1, 1), "a worker may still have it"
+
+    nobody = told(ev.GateReported(NODES[1], ()), Grant(ROLLOUT_GPU, Token(1, 1)))
+    assert checked(evolve(state, nobody), evolve(evolve(state, nobody), observed)).gpus[ROLLOUT_GPU] == free
 
 
 @pytest.mark.parametrize("is_held", [True, False])

@@ -53,7 +53,7 @@ def test_a_lost_state_is_made_again_up_to_the_last_checkpoint_in_an_incarnation_
     assert state.checkpoint == drive.state.checkpoint
     assert {role: state.lead_of(role) for role in Role} == {role: drive.state.lead_of(role) for role in Role}
     assert not any(component.grants for component in state.components.values())
-    assert "events were read again, and it goes on from checkpoint step-1-2" in state.message
+    assert "events were read again, and it goes on from checkpoint inc001-it000002" in state.message
     assert check(ClusterState(job=JOB), state) == []
 
 
