@@ -13,7 +13,7 @@ from tidegate.adapters.cell_store import RETRY_DELAYS_S
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.redis_store import redis_store
 from tidegate.ownership.adoption import GateReports, adopt
-from tidegate.ownership.records import StoreUnavailable
+from tidegate.ownership.records import StoreDamaged, StoreUnavailable
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import GpuId, InstanceId, JobId, Role
 
@@ -44,6 +44,20 @@ async def test_all_keys_share_one_hash_tag(tmp_path: Path) -> None:
         await store.campaign(job, Role.ACTOR, instance=InstanceId("a"), endpoint="e", ttl_ms=1000)
         keys = sorted([key async for key in raw.scan_iter()])
         assert keys == [b"{tidegate}:gpus", b"{tidegate}:leads:job", b"{tidegate}:states", b"{tidegate}:store"]
+        await store.aclose()
+
+
+@pytest.mark.parametrize("key", ["gpus", "store"])
+async def test_a_key_that_is_no_hash_is_damage_with_a_remedy_and_stays(tmp_path: Path, key: str) -> None:
+    async with EmbeddedServers(tmp_path) as servers, Redis.from_url(servers.store.url) as raw:
+        store = redis_store(servers.store.url)
+        await adopt(store, MemoryTermRegister(), no_gates)
+        await raw.delete(f"{{tidegate}}:{key}")
+        await raw.set(f"{{tidegate}}:{key}", "text")
+        for call in (store.gpus(), store.register((GPU,))):
+            with pytest.raises(StoreDamaged, match=rf"{{tidegate}}:{key}.* is no hash: .*--resume"):
+                await call
+        assert await raw.get(f"{{tidegate}}:{key}") == b"text"
         await store.aclose()
 
 

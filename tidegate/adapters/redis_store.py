@@ -118,6 +118,8 @@ class RedisCells:
                 raise StoreUnavailable(
                     f"the store at {self._place} is a replica without its primary: {error}"
                 ) from error
+            if "WRONGTYPE" in str(error):
+                raise values.damaged(f"one of the store's keys {', '.join(keys)} is no hash: {error}") from error
             raise
 
 

@@ -75,10 +75,15 @@ def read_as(decode: Callable[[bytes], T], found: bytes, cell: Cell) -> T:
     try:
         return decode(found)
     except ValueError as error:
-        raise StoreDamaged(
-            f"the store's field '{cell.field}' of {cell.table} is damaged: {error}; end the job, remove the data of "
-            "its stores (embedded: tidegate prune JOB --resumable --yes), and go on from its checkpoint with --resume"
-        ) from error
+        raise damaged(f"the store's field '{cell.field}' of {cell.table} is damaged: {error}") from error
+
+
+def damaged(fault: str) -> StoreDamaged:
+    """The fault, with its remedy."""
+    return StoreDamaged(
+        f"{fault}; end the job, remove the data of its stores (embedded: tidegate prune JOB --resumable --yes), and go "
+        "on from its checkpoint with --resume"
+    )
 
 
 def read_identity(run_id: str, adopted_run_id: bytes, term: bytes) -> Identity:
