@@ -57,7 +57,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         async def gate_reports() -> GateReports:
             return await peers.gate_reports(await told_by_bus(bus.events, bus.copies, job))
 
-        boot = await open_store(store, bus.term, gate_reports, name=InstanceId(SOURCE))
+        boot = await open_store(store, bus.term, gate_reports, job=job, name=InstanceId(SOURCE))
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)

@@ -23,8 +23,9 @@ from tests.contract.store_bench import (
     world,
 )
 from tests.contract.store_worlds import World
+from tidegate.adapters import tables
 from tidegate.adapters.cell_store import COUNTS_PER_TERM, CellStore
-from tidegate.adapters.cells import Cell, Session
+from tidegate.adapters.cells import Session
 from tidegate.ownership.records import GpuRecord, GpuState, MoveState, Outcome, StoreNotAdopted, VersionConflict
 from tidegate.ports.store import Identity, JobState, Store, StoreContents
 from tidegate.types import CommandId, Layout, Role, Token
@@ -50,16 +51,16 @@ GUARDED_CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     ),
     "commit": lambda store: store.commit(start_of_actor(GPUS[0]), Role.ACTOR, Layout()),
     "close": lambda store: store.close(start_of_actor(GPUS[0]), Outcome.ABORTED),
-    "renew": lambda store: store.renew(ONE, ttl_ms=LONG_MS),
-    "release": lambda store: store.release(ONE),
-    "expired": lambda store: store.expired(longest_ms=LONG_MS),
+    "renew": lambda store: store.renew(JOB, ONE, ttl_ms=LONG_MS),
+    "release": lambda store: store.release(JOB, ONE),
+    "expired": lambda store: store.expired(JOB, longest_ms=LONG_MS),
     "now": lambda store: store.now_unix_ms(),
     "campaign": lambda store: store.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS),
     "load": lambda store: store.load(JOB),
     "save": lambda store: store.save(JOB, b"state", expected_write=0, version=0),
     "recall": lambda store: store.recall(JOB, CommandId("c")),
     "remember": lambda store: store.remember(JOB, CommandId("c"), b"done"),
-    "next_boot": lambda store: store.next_boot(ONE),
+    "next_boot": lambda store: store.next_boot(JOB, ONE),
 }
 
 
@@ -95,13 +96,13 @@ class TestAdoption:
         found = await store.identity()
         before = Session(found.run_id, found.term)
         await world.restart()
-        cells, cell = world.cells(), Cell("boots", ONE)
+        cells, cell = world.cells(), tables.boot_cell(JOB, ONE)
         with pytest.raises(StoreNotAdopted):
             await cells.swap(before, expected={cell: None}, writes={cell: b"1"})
         after = await opened(world, term=2)
         with pytest.raises(StoreNotAdopted):
             await cells.swap(before, expected={cell: None}, writes={cell: b"1"})
-        assert await after.next_boot(ONE) == 2 * COUNTS_PER_TERM + 1
+        assert await after.next_boot(JOB, ONE) == 2 * COUNTS_PER_TERM + 1
         await cells.aclose()
 
     async def test_a_restart_keeps_the_data_and_closes_the_store_until_it_is_adopted(
@@ -143,13 +144,13 @@ class TestAdoption:
 
     async def test_boots_and_epochs_of_a_later_term_are_above_those_that_the_store_has_lost(self, world: World) -> None:
         before = await opened(world, term=1)
-        boots = [await before.next_boot(ONE) for _ in range(3)]
+        boots = [await before.next_boot(JOB, ONE) for _ in range(3)]
         lead = await before.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
 
         await world.lose_data()
         after = await opened(world, term=2)
 
-        assert await after.next_boot(ONE) > boots[-1]
+        assert await after.next_boot(JOB, ONE) > boots[-1]
         follower = await after.campaign(JOB, Role.ACTOR, instance=ONE, endpoint="a:1", ttl_ms=LONG_MS)
         assert follower.epoch > lead.epoch
 

@@ -7,45 +7,58 @@ import asyncio
 from tests.contract.store_bench import JOB, LONG_MS, ONE, PROBE, TWO, attached, in_force, servers, store, world
 from tests.contract.store_worlds import World
 from tidegate.adapters.cell_store import CellStore
-from tidegate.types import InstanceId, Role
+from tidegate.types import InstanceId, JobId, Role
 
 __all__ = ["servers", "store", "world"]
+
+OTHER_JOB = JobId("other")
 
 
 class TestLeases:
     async def test_a_lease_expires_by_the_stores_clock_unless_it_is_renewed(
         self, world: World, store: CellStore
     ) -> None:
-        await store.renew(ONE, ttl_ms=20)
-        await store.renew(TWO, ttl_ms=LONG_MS)
+        await store.renew(JOB, ONE, ttl_ms=20)
+        await store.renew(JOB, TWO, ttl_ms=LONG_MS)
         before = await store.now_unix_ms()
         await world.pass_ms(21)
         assert await store.now_unix_ms() >= before + 21
-        assert await store.expired(longest_ms=LONG_MS) == (ONE,)
-        await store.renew(ONE, ttl_ms=LONG_MS)
-        assert await store.expired(longest_ms=LONG_MS) == ()
+        assert await store.expired(JOB, longest_ms=LONG_MS) == (ONE,)
+        await store.renew(JOB, ONE, ttl_ms=LONG_MS)
+        assert await store.expired(JOB, longest_ms=LONG_MS) == ()
 
     async def test_a_released_lease_is_not_among_the_expired(self, world: World, store: CellStore) -> None:
-        await store.renew(ONE, ttl_ms=1)
+        await store.renew(JOB, ONE, ttl_ms=1)
         await world.pass_ms(2)
-        await store.release(ONE)
-        await store.release(ONE)
-        assert await store.expired(longest_ms=LONG_MS) == ()
+        await store.release(JOB, ONE)
+        await store.release(JOB, ONE)
+        assert await store.expired(JOB, longest_ms=LONG_MS) == ()
 
     async def test_a_renewal_says_whether_the_lease_was_in_force(self, world: World, store: CellStore) -> None:
-        assert not await store.renew(ONE, ttl_ms=LONG_MS), "the first time"
-        assert await store.renew(ONE, ttl_ms=20)
+        assert not await store.renew(JOB, ONE, ttl_ms=LONG_MS), "the first time"
+        assert await store.renew(JOB, ONE, ttl_ms=20)
         await world.pass_ms(25)
-        assert not await store.renew(ONE, ttl_ms=LONG_MS), "it had expired"
-        await store.release(ONE)
-        assert not await store.renew(ONE, ttl_ms=LONG_MS), "its expiry was dealt with"
-        assert await store.renew(ONE, ttl_ms=LONG_MS)
+        assert not await store.renew(JOB, ONE, ttl_ms=LONG_MS), "it had expired"
+        await store.release(JOB, ONE)
+        assert not await store.renew(JOB, ONE, ttl_ms=LONG_MS), "its expiry was dealt with"
+        assert await store.renew(JOB, ONE, ttl_ms=LONG_MS)
+
+    async def test_another_jobs_instance_of_the_same_name_has_a_lease_of_its_own(
+        self, world: World, store: CellStore
+    ) -> None:
+        await store.renew(JOB, ONE, ttl_ms=1)
+        assert not await store.renew(OTHER_JOB, ONE, ttl_ms=LONG_MS), "the first time"
+        await world.pass_ms(2)
+        assert await store.expired(JOB, longest_ms=LONG_MS) == (ONE,)
+        assert await store.expired(OTHER_JOB, longest_ms=LONG_MS) == ()
+        await store.release(JOB, ONE)
+        assert await store.renew(OTHER_JOB, ONE, ttl_ms=LONG_MS), "it is still in force"
 
     async def test_a_lease_from_before_the_clock_went_back_is_shortened(self, world: World, store: CellStore) -> None:
-        await store.renew(ONE, ttl_ms=LONG_MS)
-        assert await store.expired(longest_ms=20) == ()
+        await store.renew(JOB, ONE, ttl_ms=LONG_MS)
+        assert await store.expired(JOB, longest_ms=20) == ()
         await world.pass_ms(21)
-        assert await store.expired(longest_ms=20) == (ONE,)
+        assert await store.expired(JOB, longest_ms=20) == (ONE,)
 
 
 class TestLeads:

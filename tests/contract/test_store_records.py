@@ -82,11 +82,12 @@ class TestCommandsAndBoots:
         assert await store.recall(JobId("other"), names[0]) == b"done"
 
     async def test_boots_of_an_instance_are_never_the_same(self, world: World, store: CellStore) -> None:
-        first = await store.next_boot(ONE)
+        first = await store.next_boot(JOB, ONE)
         clients = [await attached(world) for _ in range(4)]
-        boots = await asyncio.gather(*(client.next_boot(ONE) for client in clients))
+        boots = await asyncio.gather(*(client.next_boot(JOB, ONE) for client in clients))
         assert sorted(boots) == [first + number for number in (1, 2, 3, 4)]
-        assert await store.next_boot(TWO) == first
+        assert await store.next_boot(JOB, TWO) == first
+        assert await store.next_boot(JobId("other"), ONE) == first, "another job's instance is another one"
 
 
 _READS: dict[Cell, Callable[[CellStore], Awaitable[object]]] = {
@@ -96,8 +97,8 @@ _READS: dict[Cell, Callable[[CellStore], Awaitable[object]]] = {
     tables.lead_cell(JOB, Role.ACTOR): lambda store: store.campaign(
         JOB, Role.ACTOR, instance=ONE, endpoint="127.0.0.1:1", ttl_ms=1
     ),
-    Cell("leases", ONE): lambda store: store.expired(longest_ms=LONG_MS),
-    Cell("boots", ONE): lambda store: store.next_boot(ONE),
+    tables.lease_cell(JOB, ONE): lambda store: store.expired(JOB, longest_ms=LONG_MS),
+    tables.boot_cell(JOB, ONE): lambda store: store.next_boot(JOB, ONE),
     tables.RUN_ID: lambda store: store.identity(),
     tables.TERM: lambda store: store.identity(),
 }
@@ -125,6 +126,6 @@ async def test_a_stores_term_is_a_whole_number_of_at_most_12_digits_or_damaged(
     found = await store.identity()
     session = Session(found.run_id, found.term)
     await world.cells().swap(session, expected={}, writes={tables.TERM: payload})
-    for call in (store.identity(), store.gpus(), store.next_boot(ONE), world.client().attach()):
+    for call in (store.identity(), store.gpus(), store.next_boot(JOB, ONE), world.client().attach()):
         with pytest.raises(StoreDamaged, match=r"'term' of store is damaged: not a term: .* to 999999999999.*prune"):
             await call

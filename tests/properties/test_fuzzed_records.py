@@ -134,7 +134,11 @@ def test_a_written_state_of_any_bytes_is_read_or_refused(encoded: bytes) -> None
 
 
 @fuzzed
-@given(st.dictionaries(st.sampled_from(["leases", "boots"]), damaged_bytes([b"17", b"1764100000000"]), max_size=2))
+@given(
+    st.dictionaries(
+        st.sampled_from([f"leases:{JOB}", f"boots:{JOB}"]), damaged_bytes([b"17", b"1764100000000"]), max_size=2
+    )
+)
 def test_counts_of_any_bytes_are_read_or_refused_and_stay(found: dict[str, bytes]) -> None:
     async def use(server: MemoryServer) -> None:
         store = CellStore(MemoryCells(server))
@@ -144,9 +148,9 @@ def test_counts_of_any_bytes_are_read_or_refused_and_stay(found: dict[str, bytes
         for table, value in found.items():
             server.write({Cell(table, name): value})
         for calls in (
-            lambda: store.expired(longest_ms=5),
-            lambda: store.next_boot(name),
-            lambda: store.renew(name, ttl_ms=5),
+            lambda: store.expired(JOB, longest_ms=5),
+            lambda: store.next_boot(JOB, name),
+            lambda: store.renew(JOB, name, ttl_ms=5),
         ):
             before = {table: server.read_cell(Cell(table, name)) for table in found}
             with suppress(StoreDamaged):
@@ -167,7 +171,7 @@ def test_an_adoption_of_any_bytes_is_read_or_refused_and_stays(adopted: bytes, t
         await store.adopt(expected=await store.identity(), term=1, rebuilt=await store.contents())
         await store.attach()
         server.write({tables.RUN_ID: adopted, tables.TERM: term})
-        for call in (store.identity, store.attach, store.gpus, lambda: store.next_boot(InstanceId("actor@n0"))):
+        for call in (store.identity, store.attach, store.gpus, lambda: store.next_boot(JOB, InstanceId("actor@n0"))):
             with suppress(StoreDamaged, StoreNotAdopted):
                 await call()
         with suppress(StoreDamaged):

@@ -171,8 +171,8 @@ class CellStore:
     async def close(self, transition: Transition, outcome: Outcome) -> Transition:
         return await self._change_transition(transition, lambda stored, gpus: rules.close(stored, gpus, outcome))
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
-        cell = Cell("leases", holder)
+    async def renew(self, job: JobId, holder: InstanceId, *, ttl_ms: int) -> bool:
+        cell = tables.lease_cell(job, holder)
         found_in_force: list[bool] = []
 
         def decide(reading: Reading) -> tuple[Writes, bool]:
@@ -183,16 +183,17 @@ class CellStore:
 
         return await self._write((cell,), decide)
 
-    async def release(self, holder: InstanceId) -> None:
-        cell = Cell("leases", holder)
+    async def release(self, job: JobId, holder: InstanceId) -> None:
+        cell = tables.lease_cell(job, holder)
         await self._write((cell,), lambda reading: ({cell: None} if reading.cells[cell] else {}, None))
 
-    async def expired(self, *, longest_ms: int) -> tuple[InstanceId, ...]:
-        reading = await self._read(tables=("leases",))
-        leases = reading.tables["leases"].items()
-        ends = {holder: tables.read_count(until, Cell("leases", holder)) for holder, until in leases}
+    async def expired(self, job: JobId, *, longest_ms: int) -> tuple[InstanceId, ...]:
+        table = tables.leases_of(job)
+        reading = await self._read(tables=(table,))
+        leases = reading.tables[table].items()
+        ends = {holder: tables.read_count(until, Cell(table, holder)) for holder, until in leases}
         for holder in [each for each, end_ms in ends.items() if end_ms > reading.now_unix_ms + longest_ms]:
-            await self._shorten(Cell("leases", holder), longest_ms=longest_ms)
+            await self._shorten(Cell(table, holder), longest_ms=longest_ms)
         return tuple(sorted(InstanceId(holder) for holder, end_ms in ends.items() if end_ms <= reading.now_unix_ms))
 
     async def now_unix_ms(self) -> int:
@@ -297,8 +298,8 @@ class CellStore:
         stored = (await self._read(tables=(table,))).tables[table]
         await self._remove([Cell(table, each) for each in stored if each.rpartition("/a")[0] not in keep])
 
-    async def next_boot(self, instance: InstanceId) -> int:
-        cell, term = Cell("boots", instance), self._attached().term
+    async def next_boot(self, job: JobId, instance: InstanceId) -> int:
+        cell, term = tables.boot_cell(job, instance), self._attached().term
 
         def decide(reading: Reading) -> tuple[Writes, int]:
             boot = next_count(tables.read_count(reading.cells[cell], cell), term)

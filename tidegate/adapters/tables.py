@@ -6,7 +6,7 @@ Tables:
 - `open`: the open transitions of all jobs;
 - `closed:<job>`: the last closed transitions of a job;
 - `states`: one state for each job;
-- `leads:<job>`, `leases`, `commands:<job>`, `boots`.
+- `leads:<job>`, `leases:<job>`, `commands:<job>`, `boots:<job>`.
 
 A transition is in exactly one of `open` and `closed:<job>`.
 """
@@ -55,6 +55,24 @@ def state_cell(job: JobId) -> Cell:
 
 def lead_cell(job: JobId, role: Role) -> Cell:
     return Cell(f"leads:{job}", role)
+
+
+def leases_of(job: JobId) -> str:
+    """The table of a job's leases."""
+    return f"leases:{job}"
+
+
+def lease_cell(job: JobId, holder: InstanceId) -> Cell:
+    return Cell(leases_of(job), holder)
+
+
+def boots_of(job: JobId) -> str:
+    """The table of the boots of a job's instances."""
+    return f"boots:{job}"
+
+
+def boot_cell(job: JobId, instance: InstanceId) -> Cell:
+    return Cell(boots_of(job), instance)
 
 
 def open_cell(transition: Transition) -> Cell:

@@ -164,19 +164,19 @@ class Transitions(Protocol):
 class Leases(Protocol):
     """A lease detects a dead holder and grants nothing. A holder may renew it after it expired."""
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
+    async def renew(self, job: JobId, holder: InstanceId, *, ttl_ms: int) -> bool:
         """Whether the lease was in force until now. False for the first renewal too.
 
         After StoreUnavailable the answer is not known: a repeat finds what the first call wrote.
         """
         ...
 
-    async def release(self, holder: InstanceId) -> None:
+    async def release(self, job: JobId, holder: InstanceId) -> None:
         """Takes the holder off the list of expired leases: it leaves, or its expiry was handled."""
         ...
 
-    async def expired(self, *, longest_ms: int) -> tuple[InstanceId, ...]:
-        """The holders of expired leases.
+    async def expired(self, job: JobId, *, longest_ms: int) -> tuple[InstanceId, ...]:
+        """The holders of the job's expired leases.
 
         A lease that would last longer than `longest_ms` from now on is shortened to that: the store's clock went back.
         """
@@ -227,7 +227,7 @@ class CommandLog(Protocol):
 
 
 class Boots(Protocol):
-    async def next_boot(self, instance: InstanceId) -> int:
+    async def next_boot(self, job: JobId, instance: InstanceId) -> int:
         """A number greater than any earlier boot of this instance, also where the store has lost the record of them: a
         later term begins above."""
         ...

@@ -163,7 +163,7 @@ class ComponentHost:
         # Without an answer it is unknown whether the lease lapsed. To join once too often changes nothing.
         had_joined, self._has_joined = self._has_joined, False
         seat = self._seat
-        was_in_force = await self._store.renew(seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
+        was_in_force = await self._store.renew(seat.job, seat.instance, ttl_ms=round(self._times.lease_ttl_s * 1000))
         if not (had_joined and was_in_force):
             await self._publish(
                 events_pb2.InstanceJoined(
@@ -213,7 +213,7 @@ class ComponentHost:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 if record is not None:
                     await self._store.resign(record)
-                await self._store.release(self._seat.instance)
+                await self._store.release(self._seat.job, self._seat.instance)
                 await self._publish(events_pb2.InstanceLost(instance=self._seat.instance, boot=self._seat.boot))
         except (StoreUnavailable, StoreNotAdopted, TimeoutError) as error:
             # The job's servers may go first. The lease then expires by itself.

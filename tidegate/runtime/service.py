@@ -151,7 +151,7 @@ class _Instance:
             closing.push_async_callback(bus.close)
             store: Store = await attach_when_adopted(redis_store(config.servers.redis_url))
             closing.push_async_callback(store.aclose)
-            boot = await store.next_boot(self._name)
+            boot = await store.next_boot(self._job_id, self._name)
             source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)
             announcer = Announcer(bus.events, source, self._job_id)
             channels = Channels(default_timeout_s=times.command_deadline_s)

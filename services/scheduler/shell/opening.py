@@ -20,7 +20,7 @@ from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, VersionConflict
 from tidegate.ports.bus import BusUnavailable, TermRegister
 from tidegate.ports.store import Store
-from tidegate.types import InstanceId
+from tidegate.types import InstanceId, JobId
 
 LIMIT_S = 5.0
 """The limit of one start. Five restarts with their pauses must fit the launcher's minute
@@ -33,11 +33,12 @@ async def open_store(
     terms: TermRegister,
     ask_gates: Callable[[], Awaitable[GateReports]],
     *,
+    job: JobId,
     name: InstanceId,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
-    """Adopts the store. Returns the number of this start of `name`.
+    """Adopts the store. Returns the number of this start of `name` for the job.
 
     StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict: the last reason, after `LIMIT_S`.
     """
@@ -46,7 +47,7 @@ async def open_store(
     while True:
         try:
             await adopt(store, terms, ask_gates)
-            return await store.next_boot(name)
+            return await store.next_boot(job, name)
         except (StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict) as error:
             left_s = ends_s - now()
             if left_s <= 0:

@@ -349,16 +349,16 @@ class SchedulerService:
         if now_s < self._next_beat_s:
             return
         self._next_beat_s = now_s + BEAT_S
-        for holder in await self._ports.store.expired(longest_ms=self._lease_ms):
+        for holder in await self._ports.store.expired(self._job, longest_ms=self._lease_ms):
             known = state.instances.get(holder)
             if known is not None:
                 lost = events_pb2.InstanceLost(instance=holder, boot=known.boot)
                 await self._ports.announcer.publish(lost, incarnation=state.incarnation)
-                await self._ports.store.release(holder)
+                await self._ports.store.release(self._job, holder)
         for name, instance in sorted(state.instances.items()):
             if not instance.living:
                 # The instance may have renewed its lease meanwhile. Without a lease it joins again.
-                await self._ports.store.release(name)
+                await self._ports.store.release(self._job, name)
 
     async def _write(self, made: Turn) -> None:
         after = made.after

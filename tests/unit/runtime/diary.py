@@ -20,7 +20,7 @@ from tidegate.ports.store import Identity, LeadRecord
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.host import ComponentHost, Seat
 from tidegate.runtime.lead import Lead, LeadTools
-from tidegate.types import Grant, InstanceId, NodeId, Role, instance_id
+from tidegate.types import Grant, InstanceId, JobId, NodeId, Role, instance_id
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
@@ -108,9 +108,9 @@ class WatchedStore(CellStore):
         self._answer(is_away=self.is_away or self.is_away_when_attached_to)
         return await super().attach()
 
-    async def renew(self, holder: InstanceId, *, ttl_ms: int) -> bool:
+    async def renew(self, job: JobId, holder: InstanceId, *, ttl_ms: int) -> bool:
         self._answer(is_away=self.is_away)
-        was_in_force = await super().renew(holder, ttl_ms=ttl_ms)
+        was_in_force = await super().renew(job, holder, ttl_ms=ttl_ms)
         self.num_renewals += 1
         self._changes.notify()
         return was_in_force

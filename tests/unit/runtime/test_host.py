@@ -62,7 +62,7 @@ async def test_an_instance_that_does_not_lead_keeps_its_lease_too(tmp_path: Path
         await of.bench.published("instance_joined")
         of.server.pass_ms(LEASE_TTL_MS)
         await of.next_beat()
-        assert await other.expired(longest_ms=60_000) == ()
+        assert await other.expired(JOB, longest_ms=60_000) == ()
 
 
 async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ async def test_an_instance_that_leaves_resigns_gives_its_lease_back_and_reports_
         assert lost.instance_lost == events_pb2.InstanceLost(instance=HERE, boot=4)
         assert (await of.lead_in_force()).instance == ELSEWHERE, "nobody led any more"
         of.server.pass_ms(10 * LEASE_TTL_MS)
-        assert await of.store.expired(longest_ms=60_000) == ()
+        assert await of.store.expired(JOB, longest_ms=60_000) == ()
 
 
 async def test_the_death_of_a_worker_is_reported_once_with_its_grant_and_status(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_pat
         await of.next_beat()
         of.server.pass_ms(LEASE_TTL_MS)
         await of.next_beat()
-        assert await other.expired(longest_ms=60_000) == ()
+        assert await other.expired(JOB, longest_ms=60_000) == ()
         host.lead_for(epoch, incarnation=1)
 
 
@@ -204,7 +204,7 @@ async def test_an_instance_whose_lease_lapsed_joins_again(tmp_path: Path) -> Non
     async with hosting(tmp_path) as of:
         host = of.start(boot=2)
         epoch = await of.elected()
-        await of.store.release(HERE)
+        await of.store.release(JOB, HERE)
         first, again = await of.bench.published("instance_joined", count=2)
         assert again.instance_joined == first.instance_joined
         host.lead_for(epoch, incarnation=1)

@@ -206,8 +206,8 @@ class WatchedStore(CellStore):
         self._changes.notify()
         return saved
 
-    async def release(self, holder: InstanceId) -> None:
-        await super().release(holder)
+    async def release(self, job: JobId, holder: InstanceId) -> None:
+        await super().release(job, holder)
         self._changes.notify()
 
 

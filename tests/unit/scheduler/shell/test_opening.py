@@ -15,7 +15,7 @@ from tidegate.adapters.memory_store import MemoryCells, MemoryServer
 from tidegate.ownership.adoption import GateReports
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.store import Identity
-from tidegate.types import InstanceId
+from tidegate.types import InstanceId, JobId
 
 NAME = InstanceId("scheduler")
 
@@ -34,8 +34,8 @@ class _Silent(CellStore):
             raise StoreUnavailable("the store did not answer")
         return await super().identity()
 
-    async def next_boot(self, name: InstanceId) -> int:
-        boot = await super().next_boot(name)
+    async def next_boot(self, job: JobId, name: InstanceId) -> int:
+        boot = await super().next_boot(job, name)
         if self.num_lost:
             self.num_lost -= 1
             raise StoreUnavailable("the store did not answer")
@@ -50,7 +50,7 @@ async def opened(store: CellStore, *pauses_s: float) -> int:
     """The number of the start. It sleeps once for each of the pauses, which then pass."""
     clock = ManualClock()
     opening = asyncio.create_task(
-        open_store(store, MemoryTermRegister(), no_gates, name=NAME, now=clock.now, sleep=clock.sleep)
+        open_store(store, MemoryTermRegister(), no_gates, job=JobId("job"), name=NAME, now=clock.now, sleep=clock.sleep)
     )
     for pause_s in pauses_s:
         await clock.advance(pause_s)

@@ -16,7 +16,7 @@ from services.scheduler.state.cluster_state import TERMINAL, ClusterState, Phase
 from services.scheduler.state.observed import Pictures, Training
 from tests.component_bench import JOB, NODES, PATIENCE_S
 from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running, wire_cluster
-from tidegate.adapters.cells import Cell
+from tidegate.adapters import tables
 from tidegate.moves_log import read_moves
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import EventDelivery
@@ -409,7 +409,7 @@ async def test_a_store_that_restarts_after_it_gave_no_answer_is_adopted_by_what_
 async def test_an_instance_whose_lease_expired_is_reported_lost_once(tmp_path: Path) -> None:
     async with wire_cluster(tmp_path) as of:
         store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
-        await store.renew(name, ttl_ms=10)
+        await store.renew(JOB, name, ttl_ms=10)
         of.server.pass_ms(11)
         await of.boot()
         async with running(await of.replica()):
@@ -417,7 +417,7 @@ async def test_an_instance_whose_lease_expired_is_reported_lost_once(tmp_path: P
             assert lost.instance_lost == events_pb2.InstanceLost(instance=name, boot=1)
             assert lost.source == "scheduler"
             await of.changes.until(lambda: not of.written_state().instances[name].living)
-        assert await store.expired(longest_ms=60_000) == ()
+        assert await store.expired(JOB, longest_ms=60_000) == ()
 
 
 async def test_the_lease_of_an_instance_that_is_counted_as_lost_is_cleared_so_that_it_learns_of_it(
@@ -426,11 +426,11 @@ async def test_the_lease_of_an_instance_that_is_counted_as_lost_is_cleared_so_th
     async with wire_cluster(tmp_path) as of:
         store, name = await of.client(), instance_id(Role.ACTOR, NODES[0])
         await of.boot()
-        await store.renew(name, ttl_ms=60_000)
+        await store.renew(JOB, name, ttl_ms=60_000)
         lost = events_pb2.InstanceLost(instance=name, boot=1)
         await of.announcer("scheduler").publish(lost, incarnation=0)
         async with running(await of.replica()):
-            lease = Cell("leases", name)
+            lease = tables.lease_cell(JOB, name)
             await of.changes.until(lambda: of.server.read_cell(lease) is None)
 
 
