@@ -1,4 +1,9 @@
-"""Checksums of files and of sets of files: hex BLAKE2b-128 over the bytes on disk."""
+"""Checksums of files and of sets of files.
+
+A file's is the XXH3-128 of its bytes on disk, in hex, behind a mark: 20 GB/s on one core, where BLAKE2b makes 0.9. It
+shows damage. It proves no origin: whoever may write the file may write its checksum too. Files of earlier releases have
+a BLAKE2b-128 without a mark, and are compared by it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 _READ_BYTES = 1 << 20
+_MARK = "xxh3:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +27,27 @@ class WrittenFile:
     checksum: str
 
 
-def file_checksum(path: Path) -> str:
-    """The checksum of the file's bytes. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+class FileDigest:
+    """The checksum of bytes that come one after another. `like`: the one that it will be compared with."""
+
+    def __init__(self, like: str = "") -> None:
+        self._is_marked = not like or like.startswith(_MARK)
+        self._digest = xxhash.xxh3_128() if self._is_marked else hashlib.blake2b(digest_size=16)
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+
+    def checksum(self) -> str:
+        return f"{_MARK if self._is_marked else ''}{self._digest.hexdigest()}"
+
+
+def file_checksum(path: Path, *, like: str = "") -> str:
+    """The checksum of the file's bytes, of the kind of `like`. Raises OSError."""
+    digest, block = FileDigest(like), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while num_bytes := stream.readinto(block):
+            digest.update(block[:num_bytes])
+    return digest.checksum()
 
 
 def combined_checksum(files: Mapping[str, str]) -> str:

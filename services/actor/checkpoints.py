@@ -217,7 +217,7 @@ def _check_files(folder: Path, files: tuple[WrittenFile, ...]) -> None:
         path = folder / file.file
         if not path.is_file():
             raise CheckpointDamaged(f"checkpoint file {path} is missing; resume from another checkpoint")
-        if (found := file_checksum(path)) != file.checksum:
+        if (found := file_checksum(path, like=file.checksum)) != file.checksum:
             raise CheckpointDamaged(
                 f"checkpoint file {path} has checksum {found}, its writer reported {file.checksum}; "
                 "resume from another checkpoint"

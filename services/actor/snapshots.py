@@ -127,7 +127,7 @@ def copy_out(kept: Path, folder_of: Callable[[int], Path]) -> types_pb2.Snapshot
         snapshot = message_of_json(parse_json((kept / _MESSAGE).read_bytes()), types_pb2.Snapshot())
         for shard in snapshot.shards:
             check_file_name(shard.file, field="SnapshotShard.file")
-            if file_checksum(kept / shard.file) != shard.checksum:
+            if file_checksum(kept / shard.file, like=shard.checksum) != shard.checksum:
                 raise WireError(f"{shard.file} is damaged")
     except ValueError as error:
         raise ReferenceMissing(f"reference policy {kept}: {error}; start the job anew") from error

@@ -21,7 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tidegate.checksums import file_checksum
 from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, DataSection
 from tidegate.config.sections.evaluation import EvaluationSection
 from tidegate.data.chat_template import ChatTemplate
@@ -61,7 +60,8 @@ class PromptReader:
         """The checksum of the files and the template: of all that decides the prompts, except the tokenizer."""
         digest = hashlib.blake2b(self._template[0].encode() if self._template else b"", digest_size=16)
         for file in files:
-            digest.update(file_checksum(file).encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode())
         return digest.hexdigest()
 
     def read(self, files: Sequence[Path], *, max_tokens: int | None) -> tuple[DataPrompt, ...]:

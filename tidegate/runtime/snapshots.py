@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tidegate.checksums import combined_checksum, file_checksum
+from tidegate.checksums import FileDigest, combined_checksum, file_checksum
 from tidegate.codec import WireError, check_file_name, decode_grants, decode_job, require
 from tidegate.types import GpuId, Grant, JobId, NodeId, Token
 from tidegate.v1 import types_pb2
@@ -167,7 +166,7 @@ class SnapshotStore:
         if not path.exists():
             fetched_bytes = await self._from_any(snapshot, shard, path, timeout_s=timeout_s)
         else:
-            found = (path.stat().st_size, await asyncio.to_thread(file_checksum, path))
+            found = (path.stat().st_size, await asyncio.to_thread(file_checksum, path, like=shard.checksum))
             _check_content(shard, found, where=str(path))
         self._verified.add((path, shard.checksum))
         return fetched_bytes
@@ -200,7 +199,7 @@ class SnapshotStore:
     ) -> int:
         # Another instance of this node may write the same file: the last one replaces it with equal bytes.
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        digest = hashlib.blake2b(digest_size=16)
+        digest = FileDigest(shard.checksum)
         size_bytes = 0
         try:
             with partial.open("wb") as stream:
@@ -210,7 +209,7 @@ class SnapshotStore:
                         break
                     digest.update(chunk)
                     stream.write(chunk)
-            _check_content(shard, (size_bytes, digest.hexdigest()), where=f"{shard.node} ({shard.endpoint})")
+            _check_content(shard, (size_bytes, digest.checksum()), where=f"{shard.node} ({shard.endpoint})")
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

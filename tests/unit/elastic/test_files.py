@@ -140,13 +140,39 @@ def test_a_rank_writes_no_file_when_its_replicas_write_everything(tmp_path: Path
     assert len(write(tmp_path, state_of(Layout(dp=4), optimizer="none"), PARAMETERS[:3])) == 3
 
 
-def test_whole_weights_are_read_without_padding(tmp_path: Path) -> None:
-    files = StateFiles(tmp_path, write(tmp_path, state_of(LAYOUTS["tp2 pp2 dp2 ep2"], optimizer="none")))
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), LAYOUTS["tp2 pp2 dp2 ep2"]], ids=str)
+def test_whole_weights_are_read_without_padding(tmp_path: Path, layout: Layout) -> None:
+    files = StateFiles(tmp_path, write(tmp_path, state_of(layout, optimizer="none")))
     got = dict(files.read_whole(PARAMETERS))
     whole = cutter.whole_tensors(PARAMETERS)
     assert list(got) == [parameter.name for parameter in PARAMETERS]
     for name, tensor in got.items():
         assert torch.equal(tensor, torch.from_numpy(whole[name, StateKind.WEIGHT]).float()), name
+
+
+def test_whole_weights_stay_when_their_files_go_and_writing_to_them_changes_no_file(tmp_path: Path) -> None:
+    files = StateFiles(tmp_path, write(tmp_path, state_of(Layout(), optimizer="none")))
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    got = dict(files.read_whole(PARAMETERS))
+    want = {name: tensor.clone() for name, tensor in got.items()}
+    path.unlink()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+
+    path.write_bytes(content)
+    for tensor in dict(files.read_whole(PARAMETERS)).values():
+        tensor.add_(1)
+    assert path.read_bytes() == content
+
+
+def test_no_whole_weight_is_read_from_a_changed_file(tmp_path: Path) -> None:
+    files = StateFiles(tmp_path, write(tmp_path, state_of(Layout(), optimizer="none")))
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FileCorrupt, match="its writer recorded"):
+        dict(files.read_whole(PARAMETERS))
 
 
 def test_weights_alone_can_be_read_from_a_checkpoint(tmp_path: Path) -> None:

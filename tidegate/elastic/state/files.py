@@ -30,8 +30,7 @@ from pathlib import Path
 
 import torch
 from pydantic import JsonValue, TypeAdapter
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from tidegate.checksums import WrittenFile, combined_checksum, file_checksum
 from tidegate.elastic.carry.transport import copy_regions
@@ -75,11 +74,17 @@ def write_rank(
     if not holdings:
         return None
     tensors = {(holding.name, holding.kind): _checked(holding, tensors, "to write") for holding in holdings}
-    # Copy: views of one buffer share memory, and safetensors refuses to write those.
-    copies = {_key(*key): tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+    on_host = {_key(*key): tensor.detach().cpu() for key, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{file}.partial"
-    save_file(copies, partial, metadata={_HEAD_KEY: _HEAD.dump_json(head).decode()})
+    # By address: `save_file` refuses views of one buffer, which would have to be copied for it.
+    specs = {
+        key: TensorSpec(
+            dtype=str(of.dtype).removeprefix("torch."), shape=[of.numel()], data_ptr=of.data_ptr(), data_len=of.nbytes
+        )
+        for key, of in on_host.items()
+    }
+    serialize_file(specs, partial, metadata={_HEAD_KEY: _HEAD.dump_json(head).decode()})
     with partial.open("rb") as stream:
         os.fsync(stream.fileno())
     written = WrittenFile(file=file, size_bytes=partial.stat().st_size, checksum=file_checksum(partial))
@@ -141,7 +146,10 @@ class StateFiles:
             self._fill(copies, targets, first=state.mesh.ranks.index(me))
 
     def read_whole(self, parameters: Sequence[Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each unsharded weight, without padding. Raises the errors of `read`, once iteration begins."""
+        """Yield each unsharded weight, without padding. Raises the errors of `read`, once iteration begins.
+
+        A weight that lies whole in one file is a view of the file, which stays as it is and readable without its name.
+        """
         alone = State(Mesh(Layout(), (0,), even_chunks(self.mesh.num_layers, pp=1)))
         holdings, copies = self._planned(parameters, alone, 0)
         by_name: defaultdict[str, list[RegionCopy]] = defaultdict(list)
@@ -149,10 +157,13 @@ class StateFiles:
             by_name[copy.name].append(copy)
         for parameter, holding in zip(parameters, holdings, strict=True):
             key = (parameter.name, StateKind.WEIGHT)
-            of_one = by_name[parameter.name]
-            flat = torch.empty(holding.num_elements, dtype=self._dtype(of_one[0]))
-            self._fill(of_one, {key: flat}, first=0)
-            yield parameter.name, flat[: torch.Size(parameter.shape).numel()].view(parameter.shape)
+            of_one, size = by_name[parameter.name], torch.Size(parameter.shape).numel()
+            if len(of_one) == 1 and _is_run(of_one[0], size):
+                flat = self._tensor(of_one[0])
+            else:
+                flat = torch.empty(holding.num_elements, dtype=self._tensor(of_one[0]).dtype)
+                self._fill(of_one, {key: flat}, first=0)
+            yield parameter.name, flat[:size].view(parameter.shape)
 
     def _planned(
         self, parameters: Sequence[Parameter], state: State, me: int
@@ -183,15 +194,18 @@ class StateFiles:
         for of_tensor, sources in jobs:
             copy_regions(of_tensor, sources, targets)
 
-    def _dtype(self, copy: RegionCopy) -> torch.dtype:
-        with safe_open(self._folder / self._saved.file_of(copy), framework="pt") as opened:
-            dtype: torch.dtype = opened.get_tensor(_key(copy.name, copy.kind)).dtype
-            return dtype
+    def _tensor(self, copy: RegionCopy) -> torch.Tensor:
+        """The whole tensor of which this is a region, mapped. Its file is checked first."""
+        file = self._saved.file_of(copy)
+        self._check(file)
+        with safe_open(self._folder / file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(_key(copy.name, copy.kind))
+            return tensor
 
     def _check(self, file: str) -> None:
         path, want = self._folder / file, self._checksums[file]
         if file not in self._good:
-            if (found := file_checksum(path)) != want:
+            if (found := file_checksum(path, like=want)) != want:
                 raise FileCorrupt(f"file {path} has checksum {found}, its writer recorded {want}: fetch it again")
             self._good.add(file)
 
@@ -217,6 +231,13 @@ def _checked(holding: Holding, tensors: Tensors, verb: str) -> torch.Tensor:
             f"are expected, and there is {'nothing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'}"
         )
     return tensor
+
+
+def _is_run(copy: RegionCopy, size: int) -> bool:
+    """Whether the copy is of the first `size` elements at both ends, in their order."""
+    strides = {copy.source_stride, copy.target_stride}
+    begins = copy.source_offset == copy.target_offset == 0
+    return begins and copy.num_elements == size and (copy.rows == 1 or strides == {copy.cols})
 
 
 def _odd_number(name: str) -> int:
