@@ -99,11 +99,28 @@ def test_with_one_rank_that_cannot_map_all_use_the_other_transport() -> None:
     assert not targets[WEIGHT].any()
 
 
+def test_a_rank_whose_memory_cannot_be_shared_keeps_all_from_mapping(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(storage: torch.UntypedStorage) -> None:
+        raise RuntimeError("this allocator shares nothing")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", refused)
+    sources, targets = tensors()
+    receiver = DeviceMemory(otherwise := Otherwise())
+    answer = receiver.open(RECEIVES, {0: DeviceMemory(Otherwise()).announce(SENDS, sources)})
+    receiver.settle({0: b"", 1: answer})
+    receiver.run(RECEIVES, {}, targets)
+    assert otherwise.num_runs == 1
+    assert "through host memory: {1: " in caplog.text
+    assert "this allocator shares nothing" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("payload", "want"),
     [
         (b"", "JSON"),
-        (b"{}", "storages"),
+        (b'{"storage": []}', "Extra inputs are not permitted"),
         (b'{"storages": [], "tensors": []}', "1 tensors were not announced"),
         (
             b'{"storages": [], "tensors": [{"name": "p", "kind": "weight", "storage": 3, "offset": 0,'
@@ -116,7 +133,7 @@ def test_with_one_rank_that_cannot_map_all_use_the_other_transport() -> None:
             "greater than or equal to 0",
         ),
     ],
-    ids=["nothing", "no fields", "no tensors", "a storage that is not there", "a storage from the end"],
+    ids=["nothing", "another field", "no tensors", "a storage that is not there", "a storage from the end"],
 )
 def test_an_announcement_that_is_none_is_answered_with_the_reason(payload: bytes, want: str) -> None:
     assert want in DeviceMemory(Otherwise()).open(RECEIVES, {0: payload}).decode()

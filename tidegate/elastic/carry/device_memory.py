@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,7 @@ from tidegate.elastic.model.tensors import TensorKey, Tensors
 from tidegate.elastic.plan.optimizers import StateKind
 from tidegate.elastic.plan.plan import Part
 
+_LOG = logging.getLogger("tidegate.elastic")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,8 +62,10 @@ class _Tensor(BaseModel):
 class _Announcement(BaseModel):
     model_config = _STRICT
 
-    storages: Sequence[_Storage]
-    tensors: Sequence[_Tensor]
+    storages: Sequence[_Storage] = ()
+    tensors: Sequence[_Tensor] = ()
+    fault: str = ""
+    """Why the rank can share nothing."""
 
 
 _JSON = TypeAdapter(_Announcement)
@@ -75,8 +79,42 @@ class DeviceMemory:
         self._mapped: Mapping[int, Tensors] | None = None
 
     def announce(self, part: Part, sources: Tensors) -> bytes:
-        """What this rank sends, for `open` at the others."""
+        """What this rank sends, for `open` at the others. Says so where torch cannot share it."""
         torch.cuda.synchronize()
+        try:
+            return self._announcement(part, sources)
+        except RuntimeError as error:  # torch raises nothing more exact, for allocators that share nothing, for one
+            return _JSON.dump_json(_Announcement(fault=f"it cannot share its memory: {error}"))
+
+    def open(self, part: Part, announced: Mapping[int, bytes]) -> bytes:
+        """Map what this rank receives from. Returns why it cannot; nothing where it can."""
+        needed: defaultdict[int, set[TensorKey]] = defaultdict(set)
+        for copy in part.receives:
+            needed[copy.source_rank].add((copy.name, copy.kind))
+        try:
+            self._mapped = {rank: _mapped(announced[rank], keys) for rank, keys in needed.items()}
+        except (RuntimeError, ValueError, LookupError) as error:
+            return f"{type(error).__name__}: {error}".encode()
+        return b""
+
+    def settle(self, answers: Mapping[int, bytes]) -> None:
+        """All ranks' answers of `open`."""
+        reasons = {rank: answer.decode() for rank, answer in answers.items() if answer}
+        if reasons:
+            self._mapped = None
+            _LOG.warning("ranks of one device exchange tensors through host memory: %s", reasons)
+
+    def run(self, part: Part, sources: Tensors, targets: Tensors, *, stand_ins: StandIns = NO_STAND_INS) -> None:
+        if self._mapped is None:
+            self._otherwise.run(part, sources, targets, stand_ins=stand_ins)
+            return
+        copy_regions(part.local, sources, targets)
+        for copy in part.receives:
+            copy_regions((copy,), self._mapped[copy.source_rank], targets)
+        torch.cuda.synchronize()
+        self._mapped = None
+
+    def _announcement(self, part: Part, sources: Tensors) -> bytes:
         numbers: dict[int, int] = {}
         storages: list[_Storage] = []
         tensors: list[_Tensor] = []
@@ -98,32 +136,6 @@ class DeviceMemory:
             )
         return _JSON.dump_json(_Announcement(storages=storages, tensors=tensors))
 
-    def open(self, part: Part, announced: Mapping[int, bytes]) -> bytes:
-        """Map what this rank receives from. Returns why it cannot; nothing where it can."""
-        needed: defaultdict[int, set[TensorKey]] = defaultdict(set)
-        for copy in part.receives:
-            needed[copy.source_rank].add((copy.name, copy.kind))
-        try:
-            self._mapped = {rank: _mapped(announced[rank], keys) for rank, keys in needed.items()}
-        except (RuntimeError, ValueError, LookupError) as error:
-            return f"{type(error).__name__}: {error}".encode()
-        return b""
-
-    def settle(self, answers: Mapping[int, bytes]) -> None:
-        """All ranks' answers of `open`."""
-        if any(answers.values()):
-            self._mapped = None
-
-    def run(self, part: Part, sources: Tensors, targets: Tensors, *, stand_ins: StandIns = NO_STAND_INS) -> None:
-        if self._mapped is None:
-            self._otherwise.run(part, sources, targets, stand_ins=stand_ins)
-            return
-        copy_regions(part.local, sources, targets)
-        for copy in part.receives:
-            copy_regions((copy,), self._mapped[copy.source_rank], targets)
-        torch.cuda.synchronize()
-        self._mapped = None
-
 
 def _shared(storage: torch.UntypedStorage) -> _Storage:
     values = storage._share_cuda_()  # type: ignore[no-untyped-call]  # torch's method is untyped
@@ -133,6 +145,8 @@ def _shared(storage: torch.UntypedStorage) -> _Storage:
 def _mapped(announced: bytes, keys: set[TensorKey]) -> Tensors:
     """The announced tensors with these keys."""
     found = _JSON.validate_json(announced)
+    if found.fault:
+        raise ValueError(found.fault)
     storages: dict[int, torch.UntypedStorage] = {}
     tensors: dict[TensorKey, torch.Tensor] = {}
     for each in found.tensors:
