@@ -46,6 +46,7 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(tmp_pa
         assert trained_draws(job.folder.journal) == DRAWS
         assert not any(job.gates().values())
     events = [event_of(row.event, stream_sequence=row.stream_sequence) for row in read_events(job.folder.events)]
+    assert events[0].source == "launcher", "the job is submitted before a service can join"
     assert_record_shows_the_job(events)
     assert_can_be_calibrated_from(job, result)
     summary = result["summary"]
