@@ -66,7 +66,7 @@ RECEIVES = Part(1, (), (held("p", 8, Block(0, 1, 1, 4, 2, 4)),), (), (), (copy_o
 
 
 def tensors() -> tuple[Tensors, Tensors]:
-    """Of the sender, which lie in a larger storage, and of the receiver."""
+    """The sender's, which lie in a larger storage, and the receiver's."""
     return {WEIGHT: torch.arange(20.0)[10:18]}, {WEIGHT: torch.zeros(8)}
 
 
