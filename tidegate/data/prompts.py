@@ -60,6 +60,7 @@ class PromptReader:
         """The checksum of the files and the template: of all that decides the prompts, except the tokenizer."""
         digest = hashlib.blake2b(self._template[0].encode() if self._template else b"", digest_size=16)
         for file in files:
+            # BLAKE2b, because jobs of earlier releases and configs have its checksums.
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode())
         return digest.hexdigest()

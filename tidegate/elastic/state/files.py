@@ -99,12 +99,9 @@ def weights_sum(parameters: Sequence[Parameter], state: State, me: int, tensors:
     the same in every layout.
     """
     _, holdings = written_by(parameters, state, me, {})
-    sums = WeightedSums()
-    return sum(
-        _odd_number(holding.name) * sums.of(tensors[holding.name, holding.kind], holding.blocks)
-        for holding in holdings
-        if holding.kind is StateKind.WEIGHT
-    ) % (1 << 64)
+    weights = [holding for holding in holdings if holding.kind is StateKind.WEIGHT]
+    totals = WeightedSums().of_each((tensors[of.name, of.kind], of.blocks) for of in weights)
+    return sum(_odd_number(of.name) * total for of, total in zip(weights, totals, strict=True)) % (1 << 64)
 
 
 class StateFiles:
