@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import gc
@@ -32,7 +31,7 @@ from tidegate.moves_log import MovesLog
 from tidegate.ownership.adoption import GateReports
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.service import STOP_GRACE_S, connect_bus, stop_signal
+from tidegate.runtime.service import STOP_GRACE_S, connect_bus, run_service, stop_signal
 from tidegate.types import InstanceId, Role, job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -109,7 +108,7 @@ def main() -> None:
     # A collection of all generations held up a command by some 30 ms. States form no cycles that it would have to find.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
-    asyncio.run(run(config, launcher_boot=args.boot))
+    run_service(run(config, launcher_boot=args.boot))
 
 
 if __name__ == "__main__":

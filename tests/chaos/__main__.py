@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -139,4 +140,6 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # What was started ends in order, and what was mounted is gone.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(asyncio.run(main(_arguments())))

@@ -14,10 +14,12 @@ Tokens = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """The gates at a moment: the highest token of each GPU that passed."""
+    """The gates while they stayed as they were: the highest token of each GPU that passed. They were read whole before
+    `at_s`, and again, unchanged, after `until_s`."""
 
     at_s: float
     tokens: Tokens
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 - samples: the lineage that leads to the final weights has each sample once, and no other.
 - weights: they are those of the undisturbed run.
-- owners: no two components spend the same time on a GPU.
+- owners: no two components spend the same time on a GPU, and none works on one whose gate another's token has passed.
 - tokens: the tokens of a GPU only grow, and none is granted twice.
 - progress: nothing stands still for long where no fault holds it.
 - resumes: only a fault that may end a run ends it, and the next start goes on at the first try.
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from tests.chaos.collected import Attempt, Collected, Span, Strike
+from tests.chaos.collected import Attempt, Collected, Sighting, Span, Strike
 from tests.chaos.record import Row
 
 MOST_STILL_S = 60.0
@@ -29,6 +29,8 @@ _LEAST_OVERLAP_NS = 5_000_000
 _LAST_WORDS = 2000
 """The end of what a run prints: its message, which says how to go on."""
 _FINISHED = "finished"
+_Grant = tuple[str, tuple[int, int]]
+"""A GPU and a token: term and counter."""
 
 
 def verdicts(found: Collected) -> dict[str, list[str]]:
@@ -79,6 +81,19 @@ def owners(found: Collected) -> Iterator[str]:
         by_gpu.setdefault(span.gpu, []).append(span)
     for gpu, spans in by_gpu.items():
         yield from _overlaps(gpu, sorted(spans, key=lambda span: (span.start_ns, span.end_ns)))
+    granted = dict(reversed(list(_grants(found))))
+    for sighting in found.sightings:
+        for gpu, token in sighting.tokens.items():
+            owner = granted.get((gpu, token))
+            if owner is not None:
+                yield from _strangers(gpu, owner, sighting, by_gpu.get(gpu, ()))
+
+
+def _strangers(gpu: str, owner: str, sighting: Sighting, spans: Sequence[Span]) -> Iterator[str]:
+    for span in spans:
+        overlap_s = min(span.end_ns / 1e9, sighting.until_s) - max(span.start_ns / 1e9, sighting.at_s)
+        if span.role != owner and overlap_s > _LEAST_OVERLAP_NS / 1e9:
+            yield f"{gpu}: {span.role} ({span.state}) for {overlap_s * 1e3:.0f} ms after a token of {owner} has passed"
 
 
 def _overlaps(gpu: str, spans: Sequence[Span]) -> Iterator[str]:
@@ -97,13 +112,18 @@ def tokens(found: Collected) -> Iterator[str]:
         for gpu, token in before.tokens.items():
             if (later := after.tokens.get(gpu, token)) < token:
                 yield f"the gate of {gpu} went back from {token} to {later}"
-    granted: dict[tuple[str, tuple[int, int]], str] = {}
+    granted: dict[_Grant, str] = {}
+    for key, role in _grants(found):
+        if granted.setdefault(key, role) != role:
+            yield f"token {key[1]} of {key[0]} was granted to {granted[key]} and to {role}"
+
+
+def _grants(found: Collected) -> Iterator[tuple[_Grant, str]]:
+    """Each GPU with a token, and the role that passed its gate with it."""
     for row in found.events:
         for grant in row.get("gpus_acquired", {}).get("grants", ()):
-            key = grant["gpu"], (int(grant["token"].get("term", 0)), int(grant["token"].get("counter", 0)))
-            role = str(row["source"]).partition("@")[0]
-            if granted.setdefault(key, role) != role:
-                yield f"token {key[1]} of {key[0]} was granted to {granted[key]} and to {role}"
+            token = int(grant["token"].get("term", 0)), int(grant["token"].get("counter", 0))
+            yield (grant["gpu"], token), str(row["source"]).partition("@")[0]
 
 
 def progress(found: Collected) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """One run of the driver: starts the job, lets the faults strike, resumes what stopped, and collects what is to judge.
 
 Order:
-1. the stores, where the job has some of the driver's own;
-2. the job; beside it one task for each fault, which waits for its moment over all starts of the job, and one that drops
+1. file systems of their own for the folders that get full;
+2. the stores, where the job has some of the driver's own;
+3. the job; beside it one task for each fault, which waits for its moment over all starts of the job, and one that drops
    dead letters, as a person would;
-3. where a start ends without having finished, `--resume` once no fault is in force any more;
-4. after the end, everything that the oracles ask for.
+4. where a start ends without having finished, `--resume` once no fault is in force any more;
+5. after the end, everything that the oracles ask for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.collected import Attempt, Collected, Span, Strike
+from tests.chaos.disks import mounted
 from tests.chaos.plan import Plan, Planned
 from tests.chaos.record import Row
 from tests.chaos.stores import opened
@@ -217,7 +219,9 @@ class Outcome:
 async def run(plan: Plan, folder: Path, *, name: str, reference: str | None) -> Outcome:
     """Runs the plan in an empty folder. `name` is the job's; no other job of this machine has it."""
     begin_s = time.monotonic()
+    disks = [each.fault.own_disk(folder, name) for each in plan.faults]
     async with AsyncExitStack() as stack:
+        stack.enter_context(mounted(filter(None, disks)))
         stores = await stack.enter_async_context(opened(folder / "stores")) if plan.variant.has_own_servers else None
         world = World(plan.variant, name, folder, stores)
         async with _driver(plan, world) as driver:

@@ -63,6 +63,11 @@ class Stores:
         await self.servers.start()
         self.pids.add(self.servers.store.pid)
 
+    async def restart(self, names: Collection[str]) -> None:
+        async with self.alone:
+            await self.kill([name for name in names if self.server(name).is_running])
+            await self.come_back()
+
     def copy(self, names: Collection[str], into: Path) -> None:
         """Copies the servers' data as it is on disk at one moment."""
         pids = [self.server(name).pid for name in names]
@@ -90,7 +95,7 @@ class Stores:
         for name in names:
             shutil.rmtree(self.folder / name, ignore_errors=True)
             if older is not None:
-                shutil.copytree(older / name, self.folder / name)
+                shutil.copytree(older / name, self.folder / name, dirs_exist_ok=True)
 
 
 def set_ahead(clock: Path, seconds: int) -> None:

@@ -59,8 +59,8 @@ def right() -> Collected:
             "job": {"iterations": [_iteration(0), _iteration(1)]},
         },
         sightings=[
-            Sighting(1.0, {"n0/0": (1, 1)}),
-            Sighting(2.0, {"n0/0": (1, 2)}),
+            Sighting(0.01, {"n0/0": (1, 1)}, 0.05),
+            Sighting(0.06, {"n0/0": (1, 2)}, 2.0),
         ],
         progress_s=[10.0, 20.0, 30.0, 60.0, 80.0],
         spans=[Span("n0/0", "actor", 0, 50 * MS, "training"), Span("n0/0", "rollout", 60 * MS, 90 * MS, "generating")],
@@ -89,8 +89,12 @@ def _two_at_work(found: Collected) -> Collected:
     return replace(found, spans=[*found.spans, Span("n0/0", "inference", 0, 80 * MS, "computing_log_probs")])
 
 
+def _at_work_without_the_token(found: Collected) -> Collected:
+    return replace(found, spans=[found.spans[0], Span("n0/0", "actor", 90 * MS, 120 * MS, "training")])
+
+
 def _token_goes_back(found: Collected) -> Collected:
-    return replace(found, sightings=[*found.sightings, Sighting(3.0, {"n0/0": (1, 1)})])
+    return replace(found, sightings=[*found.sightings, Sighting(3.0, {"n0/0": (1, 1)}, 3.0)])
 
 
 def _token_of_two(found: Collected) -> Collected:
@@ -152,6 +156,11 @@ PLANTED: dict[str, tuple[Callable[[Collected], Collected], set[str], str]] = {
     "an iteration on weights of an older one": (_older_iteration_after_newer, {"samples"}, "a later incarnation"),
     "other weights": (_other_weights, {"weights"}, "those of the undisturbed run"),
     "two components at work on a GPU": (_two_at_work, {"owners"}, "n0/0: actor (training) and inference"),
+    "work without the token": (
+        _at_work_without_the_token,
+        {"owners"},
+        "n0/0: actor (training) for 30 ms after a token of rollout has passed",
+    ),
     "a token that goes back": (_token_goes_back, {"tokens"}, "the gate of n0/0 went back"),
     "a token of two components": (_token_of_two, {"tokens"}, "was granted to rollout and to inference"),
     "a gap": (_gap, {"progress"}, "start 1 stood still for 105 s"),

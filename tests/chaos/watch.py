@@ -1,8 +1,8 @@
 """Looks at a running job from outside, again and again: its processes, which tokens passed the gates, what goes on.
 
 The tokens are those of the gates' files, the progress that of the job's journal and events. No code of the gate or the
-scheduler is used. Who holds a GPU cannot be seen: the lock lies in the queue of its worker's socket, where no list of
-open files shows it. What each component did on it, and when, is in the timeline.
+scheduler is used. Which process holds a GPU cannot be seen: the lock lies in the queue of its worker's socket, where no
+list of open files shows it. Whose token passed last can be seen. What each component did, and when, is in the timeline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -49,9 +49,11 @@ class Watch:
             self.progress_s.append(time.monotonic())
         gates = self.world.root / "nodes"
         self._note_processes()
-        sighting = Sighting(time.monotonic(), dict(tokens_of(gates)))
-        if not self.sightings or self.sightings[-1].tokens != sighting.tokens:
-            self.sightings.append(sighting)
+        begin_s, tokens, end_s = time.monotonic(), dict(tokens_of(gates)), time.monotonic()
+        if self.sightings and self.sightings[-1].tokens == tokens:
+            self.sightings[-1] = replace(self.sightings[-1], until_s=begin_s)
+        else:
+            self.sightings.append(Sighting(end_s, tokens, end_s))
 
     def _has_progress(self) -> bool:
         before = len(self._marks)

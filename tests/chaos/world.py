@@ -26,6 +26,8 @@ from tests.e2e.jobs import REPOSITORY, RunningJob
 from tidegate.config.job_config import parse_config
 
 LAUNCHER = "launcher"
+MEMORY = "memory"
+"""The folder for the job's host memory, where it is a file system of its own."""
 _BEAT_S = 0.1
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -64,7 +66,9 @@ class World:
 
     def __post_init__(self) -> None:
         urls = {} if self.stores is None else {"servers": self.stores.urls()}
-        self.raw = self.variant.job(self.name) | {"output_dir": str(self.folder)} | urls
+        memory = self.folder / MEMORY
+        memory_root = {"runtime__host_memory_root": str(memory)} if memory.is_mount() else {}
+        self.raw = self.variant.job(self.name, **memory_root) | {"output_dir": str(self.folder)} | urls
         self.config_path.write_text(yaml.safe_dump(self.raw))
         self.events = EventRows(self.root / "events.jsonl")
 

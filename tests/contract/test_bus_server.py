@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import shutil
 import signal
 import socket
 from dataclasses import replace
@@ -11,11 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.bus_bench import LIMITS, PATIENT_S, SOON_S, Bench, numbered, publish_groups, source
+from tests.contract.bus_bench import LIMITS, PATIENT_S, SOON_S, Bench, a_group, numbered, publish_groups, source
+from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.ports.bus import BusLimits, BusUnavailable, Stage
+from tidegate.ports.bus import BusLimits, BusUnavailable, Stage, StreamFull
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import JobId
+
+
+def remove_message_files(folder: Path, stream: str) -> None:
+    """The server goes on with the file that it has open, and cannot make the next one."""
+    (messages,) = folder.glob(f"nats/**/{stream}/msgs")
+    shutil.rmtree(messages)
 
 
 async def no_raw_messages(subject: str, payload: bytes) -> None:
@@ -60,6 +69,31 @@ async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
         await servers.nats.stop()
         with pytest.raises(BusUnavailable, match=rf"did not answer tg\.events\.{job} within 0\.5 s"):
             await bus.events.publish(numbered(source(), job, 1))
+        await bus.close()
+
+
+async def test_a_server_that_cannot_write_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path) as servers:
+        limits = replace(LIMITS, deadline_s=1.0, samples_max_bytes=2**30)
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=limits)
+        job = JobId("unwritten")
+        await bus.streams.open_job(job)
+        groups = (a_group(job, prompt, num_tokens=100_000) for prompt in itertools.count())
+        await bus.samples.publish(Stage.GENERATED, next(groups))
+        remove_message_files(tmp_path, subjects.samples_stream(job))
+
+        async def fill() -> None:
+            for group in groups:
+                await bus.samples.publish(Stage.GENERATED, group)
+
+        with pytest.raises(
+            StreamFull, match=r"takes no message for stream TG_SAMPLES_UNWRITTEN.*restart it and resume"
+        ):
+            await fill()
+        os.kill(servers.nats.pid, signal.SIGSTOP)
+        with pytest.raises(BusUnavailable):
+            await bus.samples.publish(Stage.GENERATED, next(groups))
+        os.kill(servers.nats.pid, signal.SIGCONT)
         await bus.close()
 
 

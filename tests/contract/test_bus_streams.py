@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ from tests.contract.bus_bench import (
 )
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.ports.bus import JobNotOpen, MessageTooLarge, Stage, StreamFull
+from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import JobId
 
 __all__ = ["bench", "nats_url", "open_bench"]
@@ -127,3 +130,13 @@ async def test_streams_that_the_servers_disk_cannot_hold_are_refused_when_the_jo
     with pytest.raises(StreamFull, match=rf"does not keep {2**60} bytes for stream TG_SAMPLES_VAST: .*free disk space"):
         await bus.streams.open_job(JobId("vast"))
     await bus.close()
+
+
+async def test_a_job_whose_samples_take_most_of_the_disk_is_opened_again(tmp_path: Path) -> None:
+    async with EmbeddedServers(tmp_path) as servers:
+        # NATS takes 3/4 of what is free.
+        half = shutil.disk_usage(tmp_path).free // 2
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=replace(LIMITS, samples_max_bytes=half))
+        for _ in range(2):
+            await bus.streams.open_job(JobId("large"))
+        await bus.close()

@@ -23,6 +23,7 @@ import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -33,13 +34,12 @@ from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeout
 
 from tidegate.logs import without_credentials
-from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge
+from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge, StreamFull
 
 T = TypeVar("T")
 
 # JetStream's error codes (server/errors.json of nats-server).
 STREAM_NOT_FOUND = 10059
-STREAM_NAME_IN_USE = 10058
 CONSUMER_NOT_FOUND = 10014
 NO_MESSAGE_FOUND = 10037
 WRONG_LAST_SEQUENCE = 10071
@@ -49,6 +49,8 @@ _DEFINITE_503 = frozenset({MAX_BYTES_EXCEEDED})
 
 # One attempt of a call. A server answers within milliseconds; after this time the answer is lost and asked for again.
 _ATTEMPT_S = 2.0
+# After a deadline the answer to a message is waited for once more, and for longer: a disk may be slow.
+_LAST_ATTEMPT_S = 5.0
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 # A waiting pull is sent again this often: a server that restarted has forgotten it and would leave us waiting.
@@ -73,6 +75,10 @@ class NatsRefused(RuntimeError):
 
 class _NoAnswerYet(Exception):
     """This attempt got no answer that settles the call."""
+
+
+class _Silence(_NoAnswerYet):
+    """This attempt got no answer at all."""
 
 
 class NatsLink:
@@ -130,16 +136,18 @@ class NatsLink:
         return await self._answer(f"$JS.API.{call}", json.dumps(request).encode())
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
-        """Creates the stream. An existing stream takes the config's limits, and keeps its first sequence."""
+        """Creates the stream. An existing stream takes the config's limits, and keeps its first sequence.
+
+        It looks before it creates: NATS asks first whether the disk has room for a second stream of that size.
+        """
         name = config["name"]
         try:
-            await self.api(f"STREAM.CREATE.{name}", config)
-        except NatsRefused as refused:
-            if refused.err_code != STREAM_NAME_IN_USE:
-                raise
             first = (await self.require_stream(name))["config"].get("first_seq")
-            kept = {key: value for key, value in config.items() if key != "first_seq"}
-            await self.api(f"STREAM.UPDATE.{name}", kept if first is None else {**kept, "first_seq": first})
+        except JobNotOpen:
+            await self.api(f"STREAM.CREATE.{name}", config)
+            return
+        kept = {key: value for key, value in config.items() if key != "first_seq"}
+        await self.api(f"STREAM.UPDATE.{name}", kept if first is None else {**kept, "first_seq": first})
 
     async def require_stream(self, stream: str) -> dict[str, Any]:
         """The stream's info. JobNotOpen when there is none."""
@@ -164,13 +172,47 @@ class NatsLink:
         - `message_id`: an id that the stream remembers for its window;
         - `last_on_subject`: the sequence of the last message on the subject (0: none). NatsRefused with
           WRONG_LAST_SEQUENCE when it differs.
+
+        StreamFull where the server cannot write to its disk.
         """
         all_headers = {"Nats-Expected-Stream": stream, **(headers or {})}
         if message_id is not None:
             all_headers["Nats-Msg-Id"] = message_id
         if last_on_subject is not None:
             all_headers["Nats-Expected-Last-Subject-Sequence"] = str(last_on_subject)
-        return await self._answer(subject, payload, stream=stream, headers=all_headers)
+        ask = partial(self._ask, subject, payload, stream=stream, headers=all_headers)
+        try:
+            return await self._until_deadline(subject, ask)
+        except BusUnavailable:
+            if not await self._tells_of(stream):
+                raise
+            return await self._after_silence(stream, ask)
+
+    async def _after_silence(self, stream: str, ask: Callable[[float], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """One more try with a server that answers again. StreamFull where it answers, and not about the message.
+
+        NATS (2.15) does not answer a message that it could not write, nor any later one of the stream.
+        """
+        try:
+            return await ask(_LAST_ATTEMPT_S)
+        except _Silence as silence:
+            if await self._tells_of(stream):
+                raise StreamFull(
+                    f"NATS answers, but takes no message for stream {stream}: it could not write to its disk, and "
+                    "takes none before it is restarted; make room in its store_dir, restart it and resume"
+                ) from silence
+            unsettled: _NoAnswerYet = silence
+        except _NoAnswerYet as other:
+            unsettled = other
+        raise BusUnavailable(f"NATS has gone away again ({unsettled}); check that the server runs") from unsettled
+
+    async def _tells_of(self, stream: str) -> bool:
+        """Whether the server says now that it has the stream."""
+        try:
+            await self._ask(f"$JS.API.STREAM.INFO.{stream}", b"{}", _ATTEMPT_S)
+        except (_NoAnswerYet, NatsRefused):
+            return False
+        return True
 
     def check_size(self, payload: bytes, *, what: str, remedy: str) -> None:
         """MessageTooLarge unless the server accepts the message and its dead letter too."""
@@ -302,20 +344,27 @@ class NatsLink:
             raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
         return messages
 
-    async def _answer(
-        self, subject: str, payload: bytes, *, stream: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        async def attempt(timeout_s: float) -> dict[str, Any]:
-            reply = await self._request(subject, payload, timeout_s=timeout_s, headers=headers, stream=stream)
-            answer: dict[str, Any] = json.loads(reply.data)
-            error = answer.get("error")
-            if error is None:
-                return answer
-            if error["code"] == 503 and error.get("err_code") not in _DEFINITE_503:
-                raise _NoAnswerYet(error["description"])
-            raise NatsRefused(error["description"], err_code=error.get("err_code", error["code"]))
+    async def _answer(self, subject: str, payload: bytes) -> dict[str, Any]:
+        return await self._until_deadline(subject, partial(self._ask, subject, payload))
 
-        return await self._until_deadline(subject, attempt)
+    async def _ask(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout_s: float,
+        *,
+        stream: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One attempt of a call. NatsRefused, _NoAnswerYet."""
+        reply = await self._request(subject, payload, timeout_s=timeout_s, headers=headers, stream=stream)
+        answer: dict[str, Any] = json.loads(reply.data)
+        error = answer.get("error")
+        if error is None:
+            return answer
+        if error["code"] == 503 and error.get("err_code") not in _DEFINITE_503:
+            raise _NoAnswerYet(error["description"])
+        raise NatsRefused(error["description"], err_code=error.get("err_code", error["code"]))
 
     async def _request(
         self,
@@ -334,6 +383,8 @@ class NatsLink:
             if stream is not None:
                 await self.require_stream(stream)
             raise _NoAnswerYet("no stream responds") from failure
+        except NatsTimeout as failure:
+            raise _Silence(f"{type(failure).__name__}: {failure}") from failure
         except NatsError as failure:
             raise _NoAnswerYet(f"{type(failure).__name__}: {failure}") from failure
 

@@ -3,14 +3,15 @@
 - `publish` returns when the event is on the stream. While the bus is away, it waits and tries again, and later calls
   wait behind it. So no event is lost or out of order.
 - When the stream is full, figures (progress, backlog, pictures of an iteration) are left out with a line in the log.
-  For any other event `publish` raises StreamFull.
-  [test_announcer: a_full_stream_leaves]
+  For any other event `publish` raises StreamFull, and `until_unusable` too: whoever called it, its process cannot tell
+  any more what it does. [test_announcer: a_full_stream_leaves]
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import NoReturn
 
 import structlog
 
@@ -31,6 +32,7 @@ class Announcer:
         self._source = source
         self._job = job
         self._in_order = asyncio.Lock()
+        self._unusable: asyncio.Queue[StreamFull] = asyncio.Queue()
         self._logger = structlog.get_logger("announcer")
 
     async def publish(
@@ -58,9 +60,14 @@ class Announcer:
                 return await self._store(event)
             except StreamFull as full:
                 if not isinstance(body, FIGURES):
+                    self._unusable.put_nowait(full)
                     raise
                 self._logger.warning("figures left out", id=event.id, error=str(full))
                 return None
+
+    async def until_unusable(self) -> NoReturn:
+        """Raises StreamFull once an event could not be published."""
+        raise await self._unusable.get()
 
     async def _store(self, event: events_pb2.Event) -> int:
         while True:

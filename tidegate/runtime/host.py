@@ -18,6 +18,7 @@ Invariants:
 - The death of a worker is reported once. [test_host: the_death_of_a]
 - An instance whose lead cannot work any more ends, and is started again. It keeps no lease without doing anything.
   [test_host: lead_broke_ends]
+- So does one that can publish no event any more: the scheduler would wait for it. [test_host: publish_no_event_ends]
 
 Every start has its own boot (`Boots.next_boot`).
 """
@@ -106,22 +107,23 @@ class ComponentHost:
     async def run(self, stopping: asyncio.Event) -> None:
         """Joins, keeps the lease and campaigns. Leaves in order once `stopping` is set."""
         beating = asyncio.create_task(self._beat(), name="beat")
+        mute = asyncio.create_task(self._announcer.until_unusable(), name="mute")
         stopped = asyncio.create_task(stopping.wait(), name="stop")
+        tasks = (beating, mute, stopped)
         try:
-            while not (beating.done() or stopped.done()):
-                await asyncio.wait(
-                    [beating, stopped], timeout=self._longest_wait_s(), return_when=asyncio.FIRST_COMPLETED
-                )
+            while not any(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=self._longest_wait_s(), return_when=asyncio.FIRST_COMPLETED)
                 if self._lead is not None:
                     self._lead.check_alive()
                 if self._record is not None and self._now_s() >= self._leads_until_s:
                     self._log.warning("epoch not renewed in time", epoch=self._record.epoch)
                     await self._stop_leading()
-            if beating.done():
-                beating.result()
+            for task in (beating, mute):
+                if task.done():
+                    task.result()
         finally:
-            for task in (beating, stopped):
-                await end_task(task)
+            for each in tasks:
+                await end_task(each)
         await self._leave()
 
     async def report_death(self, grant: Grant, exit_status: int) -> None:

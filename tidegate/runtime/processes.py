@@ -12,7 +12,8 @@ Invariants:
 - A service that ends is restarted at most `max_restarts` times in `restart_window_s`, later each time. One that fails
   by itself within that time of its start has failed in a row, however long each start took.
   [test_processes: later_each_time_until_its_budget] [test_processes: that_fails_slowly_is_given_up_too]
-- A service that leaves with status 0 is not restarted. [test_processes: a_service_that_leaves]
+- A service that leaves with status 0 is not restarted, nor one that says by `ENDS_AGAIN` that it would not help.
+  [test_processes: a_service_that_leaves]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 """
 
@@ -32,6 +33,8 @@ from pathlib import Path
 from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
 
+ENDS_AGAIN = os.EX_IOERR
+"""The exit status of a service that would end in the same way if it were started again."""
 _BACKOFF_GROWTH = 2.0
 
 
@@ -173,7 +176,8 @@ class _Service:
         while self._restarts and self._restarts[0] < now - window_s and not has_failed_at_start:
             self._restarts.popleft()
         num_restarts = len(self._restarts)
-        if self._stopping.is_set() or exit_status == 0 or num_restarts >= self._spec.max_restarts:
+        stays_away = exit_status in (0, ENDS_AGAIN) or num_restarts >= self._spec.max_restarts
+        if self._stopping.is_set() or stays_away:
             return None
         self._restarts.append(now)
         return self._spec.first_backoff_s * _BACKOFF_GROWTH**num_restarts

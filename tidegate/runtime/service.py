@@ -15,10 +15,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -32,7 +34,7 @@ from tidegate.gate import Gate
 from tidegate.job import JobFolder, load_job, snapshot_root
 from tidegate.logs import configure_logging
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
-from tidegate.ports.bus import BusLimits
+from tidegate.ports.bus import BusLimits, StreamFull
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.component import ComponentServicer
@@ -41,6 +43,7 @@ from tidegate.runtime.host import ComponentHost, Seat
 from tidegate.runtime.instance import STATUSES, InstanceServicer, LocalInstance, WeightsServicer
 from tidegate.runtime.launch import WorkerLauncher
 from tidegate.runtime.lead import Lead, LeadTools
+from tidegate.runtime.processes import ENDS_AGAIN
 from tidegate.runtime.reconnecting_launcher import ReconnectingLauncher
 from tidegate.runtime.remote_instance import GrpcShardSource, RemoteInstance
 from tidegate.runtime.snapshots import SnapshotStore
@@ -79,7 +82,17 @@ def run_instance(role: Role, *, worker_entry: str, make_lead: Callable[[LeadTool
     arguments = parse_arguments(role)
     instance = instance_id(role, arguments.node)
     configure_logging(instance, path=JobFolder.of(arguments.config).attempt().logs / f"{instance}.jsonl")
-    asyncio.run(_Instance(role, arguments, worker_entry=worker_entry, make_lead=make_lead).run())
+    run_service(_Instance(role, arguments, worker_entry=worker_entry, make_lead=make_lead).run())
+
+
+def run_service(work: Coroutine[Any, Any, None]) -> None:
+    """Runs a service to its end. Where the bus takes no more events, the process ends with `ENDS_AGAIN`: what the error
+    says has to be done first."""
+    try:
+        asyncio.run(work)
+    except StreamFull as full:
+        print(full, file=sys.stderr)
+        sys.exit(ENDS_AGAIN)
 
 
 async def stop_signal() -> asyncio.Event:

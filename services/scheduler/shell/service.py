@@ -29,6 +29,7 @@ Invariants:
 - Figures are folded in their order among the other events. [test_service: figures_are_folded_before]
 - A command goes out after the state that contains it is written. [test_service: a_command_goes_out_after]
 - A state that breaks an invariant is never written. [test_service: breaks_an_invariant_is_never_written]
+- A replica that can publish no event ends. [test_service: that_can_publish_nothing_ends]
 - Nothing is decided while a gate knows a token that the store has lost. [test_service: that_the_store_has_lost]
 """
 
@@ -165,17 +166,21 @@ class SchedulerService:
             await asyncio.wait_for(self._other_version.wait(), timeout_s)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Take turns until `stopping` is set. Then cancel the present turn: that is safe at any point."""
+        """Take turns until `stopping` is set. Then cancel the present turn: that is safe at any point.
+
+        StreamFull where an event cannot be published: what it would have told would be waited for."""
         turns = asyncio.create_task(self._turns(), name="turns")
+        mute = asyncio.create_task(self._ports.announcer.until_unusable())
         stop = asyncio.create_task(stopping.wait())
-        await asyncio.wait({turns, stop}, return_when=asyncio.FIRST_COMPLETED)
-        await end_task(stop)
-        await end_task(turns)
+        await asyncio.wait({turns, mute, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (stop, mute, turns):
+            await end_task(task)
         # Whoever waits for a change is answered before the server stops.
         self._other_version.set()
         await self._ports.issuer.aclose()
-        if not turns.cancelled():
-            turns.result()
+        for task in (mute, turns):
+            if not task.cancelled():
+                task.result()
 
     async def _turns(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tests.chaos.variants import Variant
@@ -44,6 +45,10 @@ class Fault(ABC):
     def loses_records(self) -> bool:
         """Whether a store loses data: the accounts then begin anew with the next start."""
         return False
+
+    def own_disk(self, folder: Path, job: str) -> Path | None:
+        """The folder that has to be a file system of its own, in the run's `folder`."""
+        return None
 
     @abstractmethod
     async def inflict(self, world: World) -> str:

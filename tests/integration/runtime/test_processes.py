@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from tidegate.runtime.processes import ServiceSpec, Supervisor, session_members
+from tidegate.runtime.processes import ENDS_AGAIN, ServiceSpec, Supervisor, session_members
 
 SHELL = "/bin/sh"
 WAIT_S = 10
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from tidegate.runtime.processes import ServiceSpec, Supervisor
+from tidegate.runtime.processes import ENDS_AGAIN, ServiceSpec, Supervisor
 
 async def main():
     supervisor = Supervisor()
@@ -82,8 +82,11 @@ async def test_a_service_that_fails_slowly_is_given_up_too(supervisor: Superviso
     assert [(await supervisor.next_end()).restarts_in_s for _ in range(3)] == [0.01, 0.02, None]
 
 
-async def test_a_service_that_leaves_by_itself_is_not_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
-    supervisor.start(shell(tmp_path, "exit 0", max_restarts=5))
+@pytest.mark.parametrize("status", [0, ENDS_AGAIN])
+async def test_a_service_that_leaves_by_itself_is_not_restarted(
+    supervisor: Supervisor, tmp_path: Path, status: int
+) -> None:
+    supervisor.start(shell(tmp_path, f"exit {status}", max_restarts=5))
     assert (await supervisor.next_end()).restarts_in_s is None
 
 

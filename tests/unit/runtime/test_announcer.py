@@ -26,3 +26,5 @@ async def test_a_full_stream_leaves_out_figures_and_fails_other_events_with_the_
     assert [event.WhichOneof("body") async for _, event in bus.events.read(JOB)] == ["failed"]
     with pytest.raises(StreamFull, match=r"raise runtime.events_max_bytes and resume"):
         await announcer.publish(events_pb2.Failed(message="lost"), incarnation=1)
+    with pytest.raises(StreamFull, match=r"raise runtime.events_max_bytes and resume"):
+        await announcer.until_unusable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.unit.runtime.diary import LEAD_TTL_MS, LEASE_TTL_MS, ROLE, WatchedSto
 from tidegate.adapters.cell_store import COUNTS_PER_TERM
 from tidegate.codec import decode_grants
 from tidegate.ownership.adoption import adopt
+from tidegate.ports.bus import StreamFull
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.lead import CommandRefused
 from tidegate.types import GpuId, Grant, Token, instance_id
@@ -137,6 +139,23 @@ async def test_an_instance_whose_lead_broke_ends_with_its_error(
         lead.take(of.bench.scale_up())
         lead.take(commands_pb2.LoadWeightsRequest(header=of.bench.header(), weights=snapshot(1)))
         with pytest.raises(RuntimeError, match="a fault of ours"):
+            await of.running.pop()
+
+
+async def test_an_instance_that_can_publish_no_event_ends_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(tmp_path) as of:
+        host = of.start()
+        await of.elected()
+
+        async def takes_nothing(event: events_pb2.Event) -> int:
+            raise StreamFull("make room")
+
+        monkeypatch.setattr(of.bench.bus.events, "publish", takes_nothing)
+        with suppress(StreamFull):
+            await host.report_death(Grant(GpuId("n0/0"), Token(1, 1)), 9)
+        with pytest.raises(StreamFull, match="make room"):
             await of.running.pop()
 
 

@@ -19,7 +19,7 @@ from tests.unit.scheduler.wire_cluster import WatchedStore, WireCluster, running
 from tidegate.adapters import tables
 from tidegate.moves_log import read_moves
 from tidegate.ownership.records import StoreUnavailable
-from tidegate.ports.bus import EventDelivery
+from tidegate.ports.bus import EventDelivery, StreamFull
 from tidegate.ports.store import Identity, JobState
 from tidegate.types import CommandId, Grant, JobId, Role, Token, instance_id
 from tidegate.v1 import commands_pb2, events_pb2
@@ -318,6 +318,24 @@ async def test_a_state_that_breaks_an_invariant_is_never_written(tmp_path: Path)
         with pytest.raises(StateBroken, match="pictures are of an open iteration"):
             await asyncio.wait_for(service.run(asyncio.Event()), PATIENCE_S)
         assert encode_state(of.written_state()) == broken
+
+
+async def test_a_replica_that_can_publish_nothing_ends_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with wire_cluster(tmp_path) as of:
+        await of.boot()
+        await of.submit()
+        publish = of.bus.events.publish
+
+        async def takes_none_of_the_schedulers(event: events_pb2.Event) -> int:
+            if event.source == "scheduler":
+                raise StreamFull("make room")
+            return await publish(event)
+
+        monkeypatch.setattr(of.bus.events, "publish", takes_none_of_the_schedulers)
+        with pytest.raises(StreamFull, match="make room"):
+            await asyncio.wait_for((await of.replica()).run(asyncio.Event()), PATIENCE_S)
 
 
 async def test_a_state_that_another_wrote_meanwhile_is_read_again(tmp_path: Path) -> None:
