@@ -28,6 +28,7 @@ from tests.chaos.record import Row
 from tests.chaos.stores import opened
 from tests.chaos.watch import Watch, left_behind
 from tests.chaos.world import BadAnswer, NotThere, RunOver, World
+from tests.e2e.jobs import RunningJob
 
 MOST_SECONDS = 300.0
 """A start takes some 40 s alone, and twice that beside another."""
@@ -105,7 +106,7 @@ class Driver:
                 await asyncio.wait_for(job.process.wait(), _BEAT_S)
             is_hung = self._is_hung(begin_s)
         if job.process.returncode is None:
-            await self._end_by_force()
+            await self._end_by_force(job)
         assert job.process.returncode is not None
         end_s = time.monotonic()
         self.watch.look()
@@ -134,11 +135,11 @@ class Driver:
         last_s = max([begin_s, *self.watch.progress_s[-1:], *ends])
         return not self.in_force and (now - last_s > _HOPELESS_S or now - begin_s > MOST_SECONDS)
 
-    async def _end_by_force(self) -> None:
+    async def _end_by_force(self, job: RunningJob) -> None:
         """Notes what the job says of itself, and ends it."""
         _, text = await self.world.command("describe", self.world.name)
         (self.world.folder / "hung.txt").write_text(text)
-        await _ended(self.world.running().process)
+        await _ended(job.process)
 
     def _end(self) -> str | None:
         with suppress(FileNotFoundError, ValueError):
