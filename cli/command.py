@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import job_commands, manual_arguments, manual_moves, scaling
+from cli import certs, job_commands, manual_arguments, manual_moves, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -121,6 +121,8 @@ def _run(args: argparse.Namespace) -> int:
             return asyncio.run(events)
         case "logs":
             return asyncio.run(job_commands.logs(args, output_dir, form))
+        case "certs":
+            return certs.certs(args, form)
         case "prune":
             return job_commands.prune(args, output_dir, form)
         case "cancel":
@@ -201,6 +203,7 @@ def _parser() -> Parser:
     prune.add_argument("--yes", action="store_true", help="remove them; without it, only list them")
     help_ = "also those of failed, cancelled, interrupted and killed jobs, which then resume from a checkpoint"
     prune.add_argument("--resumable", action="store_true", help=help_)
+    certs.add_command(command)
     dead_letter = command("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")

@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 
 from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.identity import Identity
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 
 # A client tries a restarted peer again within a second. gRPC's own default waits up to two minutes.
@@ -27,16 +29,18 @@ Continue = Callable[[Any, Any], Any]
 class Channels:
     """The channels of one process. Event loops must not share them."""
 
-    def __init__(self, *, default_timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(self, *, default_timeout_s: float, tls: Credentials | None = None) -> None:
         self._default_timeout_s = default_timeout_s
-        self._credentials = credentials
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._tls = tls
+        self._channels: dict[tuple[str, Identity | None], grpc.aio.Channel] = {}
 
-    def connect(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to `<host>:<port>`, made at the first call. It connects and reconnects by itself."""
-        if endpoint not in self._channels:
-            self._channels[endpoint] = self._open(endpoint)
-        return self._channels[endpoint]
+    def connect(self, endpoint: str, peer: Identity | None = None) -> grpc.aio.Channel:
+        """The channel to `<host>:<port>`, made at the first call. It connects and reconnects by itself.
+
+        `peer`: who has to answer there. ValueError where TLS is in use, and nobody is named."""
+        if (endpoint, peer) not in self._channels:
+            self._channels[endpoint, peer] = self._open(endpoint, peer)
+        return self._channels[endpoint, peer]
 
     async def close(self) -> None:
         """Ends every channel and the calls on it."""
@@ -44,8 +48,8 @@ class Channels:
         for channel in channels.values():
             await channel.close(None)
 
-    def _open(self, endpoint: str) -> grpc.aio.Channel:
-        options = [
+    def _open(self, endpoint: str, peer: Identity | None) -> grpc.aio.Channel:
+        options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
@@ -58,9 +62,13 @@ class Channels:
             _UnaryCalls(endpoint, self._default_timeout_s),
             _StreamedCalls(endpoint, self._default_timeout_s),
         ]
-        if self._credentials is None:
+        if self._tls is None:
             return grpc.aio.insecure_channel(endpoint, options=options, interceptors=interceptors)
-        return grpc.aio.secure_channel(endpoint, self._credentials, options=options, interceptors=interceptors)
+        if peer is None:
+            raise ValueError(f"say who has to answer at {endpoint}: whoever listens there would get the call")
+        options.append(("grpc.ssl_target_name_override", peer.server_name))
+        own = self._tls.for_channel()
+        return grpc.aio.secure_channel(endpoint, own, options=options, interceptors=interceptors)
 
 
 class _Calls:

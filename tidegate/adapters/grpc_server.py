@@ -1,7 +1,7 @@
 """Serves gRPC. Every listener of Tidegate is made here.
 
 Invariants:
-- A listener is on loopback, or has TLS credentials, or was explicitly allowed to be open.
+- A listener is on loopback, or has mutual TLS (`grpc_tls`), or was explicitly allowed to be open.
   [test_grpc: listener_beyond_loopback_is_refused]
 - A call without a deadline is refused before its handler runs. Health and reflection are excepted, because tools call
   them without one. [test_grpc: call_without_a_deadline_is_refused]
@@ -25,6 +25,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tidegate.adapters.grpc_tls import Access, Credentials, NotAllowed, NotAuthenticated
 from tidegate.ownership.records import (
     GpuBusy,
     StaleToken,
@@ -59,6 +60,8 @@ _STATUSES: Statuses = {
     UnknownDeadLetter: grpc.StatusCode.NOT_FOUND,
     JobNotOpen: grpc.StatusCode.NOT_FOUND,
     StreamFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotAuthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     StoreUnavailable: grpc.StatusCode.UNAVAILABLE,
     BusUnavailable: grpc.StatusCode.UNAVAILABLE,
     PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
@@ -112,18 +115,20 @@ async def serve(
     services: Sequence[Service],
     address: str,
     *,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: Credentials | None = None,
     allow_insecure_remote: bool = False,
 ) -> RpcServer:
     """Serves on `<host>:<port>`. Port 0 takes a free one. ValueError for an address that is forbidden or unusable."""
     host, port = _split(address)
-    if credentials is None and not allow_insecure_remote and not _is_loopback(host):
+    if tls is None and not allow_insecure_remote and not _is_loopback(host):
         raise ValueError(
             f"{address} listens beyond this machine without TLS: anyone who reaches it could command this job; "
-            "listen on 127.0.0.1, give TLS credentials, or allow it explicitly (allow_insecure_remote)"
+            "listen on 127.0.0.1, give a credential, or allow it explicitly (allow_insecure_remote)"
         )
+    access = None if tls is None else Access(tls, [service.descriptor for service in services])
+    statuses = ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES))
     server = grpc.aio.server(
-        interceptors=[_Guard(ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES)))],
+        interceptors=[_Guard(statuses, access)],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -138,7 +143,7 @@ async def serve(
     await health_service.set("", health_pb2.HealthCheckResponse.SERVING)
     names = [service.descriptor.full_name for service in services]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    bound = _bind(server, f"{host}:{port}", credentials)
+    bound = _bind(server, f"{host}:{port}", None if tls is None else tls.for_server())
     await server.start()
     return RpcServer(server, health_service, f"{host}:{bound}")
 
@@ -171,10 +176,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic at run time
-    """Runs before every handler: no call without a deadline, no exception without a status."""
+    """Runs before every handler: no call that is not allowed or has no deadline, no exception without a status."""
 
-    def __init__(self, statuses: Statuses) -> None:
+    def __init__(self, statuses: Statuses, access: Access | None) -> None:
         self._statuses = statuses
+        self._access = access
         self._log = structlog.get_logger("tidegate.grpc")
 
     async def intercept_service(
@@ -198,8 +204,8 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
 
     def _guard_single(self, method: str, behaviour: Behaviour) -> Behaviour:
         async def single(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await _require_deadline(method, context)
             try:
+                await self._admit(method, context)
                 return await behaviour(request, context)
             except grpc.aio.AbortError:
                 raise
@@ -210,8 +216,8 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
 
     def _guard_stream(self, method: str, behaviour: Behaviour) -> Behaviour:
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            await _require_deadline(method, context)
             try:
+                await self._admit(method, context)
                 async for response in behaviour(request, context):
                     yield response
             except grpc.aio.AbortError:
@@ -220,6 +226,11 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
                 await self._refuse(method, context, error)
 
         return stream
+
+    async def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._access is not None:
+            self._access.check(method, context.auth_context())
+        await _require_deadline(method, context)
 
     async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
         known = next((kind for kind in type(error).__mro__ if kind in self._statuses), None)

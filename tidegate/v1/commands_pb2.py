@@ -22,66 +22,89 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tidegate.v1 import access_pb2 as tidegate_dot_v1_dot_access__pb2
 from tidegate.v1 import types_pb2 as tidegate_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/commands.proto\x12\x0btidegate.v1\x1a\x17tidegate/v1/types.proto\"C\n\x0fInstanceAddress\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x62oot\x18\x03 \x01(\x04\"\xd8\x01\n\rCommandHeader\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rtransition_id\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x12\n\nlead_epoch\x18\x06 \x01(\x04\x12/\n\tinstances\x18\x07 \x03(\x0b\x32\x1c.tidegate.v1.InstanceAddress\x12#\n\x07members\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant\"2\n\rCommandResult\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa5\x02\n\x0eScaleUpRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12&\n\x07weights\x18\x05 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x06 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x08 \x01(\t\"=\n\x0fScaleUpResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xac\x01\n\x10ScaleDownRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\"?\n\x11ScaleDownResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xc8\x01\n\x0eMigrateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12 \n\x04\x66rom\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x1e\n\x02to\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x04 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tidegate.v1.Layout\"=\n\x0fMigrateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"`\n\x0eSuspendRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\"=\n\x0fSuspendResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x84\x01\n\rResumeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tidegate.v1.Layout\"<\n\x0eResumeResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x92\x01\n\x12LoadWeightsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x03 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\"A\n\x13LoadWeightsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"l\n\x14OpenIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12(\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.IterationPlan\"C\n\x15OpenIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"h\n\x0f\x45valuateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x1b.tidegate.v1.EvaluationPlan\">\n\x10\x45valuateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"d\n\x15\x43loseIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"D\n\x16\x43loseIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x13HoldTrainingRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\r\n\x05holds\x18\x03 \x01(\x08\"B\n\x14HoldTrainingResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x12OrderGroupsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x03(\r\"A\n\x13OrderGroupsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult2\xe1\x06\n\tComponent\x12\x44\n\x07ScaleUp\x12\x1b.tidegate.v1.ScaleUpRequest\x1a\x1c.tidegate.v1.ScaleUpResponse\x12J\n\tScaleDown\x12\x1d.tidegate.v1.ScaleDownRequest\x1a\x1e.tidegate.v1.ScaleDownResponse\x12\x44\n\x07Migrate\x12\x1b.tidegate.v1.MigrateRequest\x1a\x1c.tidegate.v1.MigrateResponse\x12\x44\n\x07Suspend\x12\x1b.tidegate.v1.SuspendRequest\x1a\x1c.tidegate.v1.SuspendResponse\x12\x41\n\x06Resume\x12\x1a.tidegate.v1.ResumeRequest\x1a\x1b.tidegate.v1.ResumeResponse\x12P\n\x0bLoadWeights\x12\x1f.tidegate.v1.LoadWeightsRequest\x1a .tidegate.v1.LoadWeightsResponse\x12V\n\rOpenIteration\x12!.tidegate.v1.OpenIterationRequest\x1a\".tidegate.v1.OpenIterationResponse\x12Y\n\x0e\x43loseIteration\x12\".tidegate.v1.CloseIterationRequest\x1a#.tidegate.v1.CloseIterationResponse\x12G\n\x08\x45valuate\x12\x1c.tidegate.v1.EvaluateRequest\x1a\x1d.tidegate.v1.EvaluateResponse\x12S\n\x0cHoldTraining\x12 .tidegate.v1.HoldTrainingRequest\x1a!.tidegate.v1.HoldTrainingResponse\x12P\n\x0bOrderGroups\x12\x1f.tidegate.v1.OrderGroupsRequest\x1a .tidegate.v1.OrderGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/commands.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x17tidegate/v1/types.proto\"C\n\x0fInstanceAddress\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0c\n\x04\x62oot\x18\x03 \x01(\x04\"\xd8\x01\n\rCommandHeader\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x15\n\rtransition_id\x18\x04 \x01(\t\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x12\n\nlead_epoch\x18\x06 \x01(\x04\x12/\n\tinstances\x18\x07 \x03(\x0b\x32\x1c.tidegate.v1.InstanceAddress\x12#\n\x07members\x18\x08 \x03(\x0b\x32\x12.tidegate.v1.Grant\"2\n\rCommandResult\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa5\x02\n\x0eScaleUpRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\x12&\n\x07weights\x18\x05 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x06 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x08 \x01(\t\"=\n\x0fScaleUpResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xac\x01\n\x10ScaleDownRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Layout\"?\n\x11ScaleDownResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\xc8\x01\n\x0eMigrateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12 \n\x04\x66rom\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x1e\n\x02to\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x07members\x18\x04 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tidegate.v1.Layout\"=\n\x0fMigrateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"`\n\x0eSuspendRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\"=\n\x0fSuspendResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x84\x01\n\rResumeRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tidegate.v1.Layout\"<\n\x0eResumeResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"\x92\x01\n\x12LoadWeightsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\x12(\n\treference\x18\x03 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\"A\n\x13LoadWeightsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"l\n\x14OpenIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12(\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.IterationPlan\"C\n\x15OpenIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"h\n\x0f\x45valuateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12)\n\x04plan\x18\x02 \x01(\x0b\x32\x1b.tidegate.v1.EvaluationPlan\">\n\x10\x45valuateResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"d\n\x15\x43loseIterationRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"D\n\x16\x43loseIterationResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x13HoldTrainingRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\r\n\x05holds\x18\x03 \x01(\x08\"B\n\x14HoldTrainingResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult\"c\n\x12OrderGroupsRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandHeader\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x03(\r\"A\n\x13OrderGroupsResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandResult2\xae\x07\n\tComponent\x12K\n\x07ScaleUp\x12\x1b.tidegate.v1.ScaleUpRequest\x1a\x1c.tidegate.v1.ScaleUpResponse\"\x05\xa2\xbb\x18\x01\x02\x12Q\n\tScaleDown\x12\x1d.tidegate.v1.ScaleDownRequest\x1a\x1e.tidegate.v1.ScaleDownResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07Migrate\x12\x1b.tidegate.v1.MigrateRequest\x1a\x1c.tidegate.v1.MigrateResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07Suspend\x12\x1b.tidegate.v1.SuspendRequest\x1a\x1c.tidegate.v1.SuspendResponse\"\x05\xa2\xbb\x18\x01\x02\x12H\n\x06Resume\x12\x1a.tidegate.v1.ResumeRequest\x1a\x1b.tidegate.v1.ResumeResponse\"\x05\xa2\xbb\x18\x01\x02\x12W\n\x0bLoadWeights\x12\x1f.tidegate.v1.LoadWeightsRequest\x1a .tidegate.v1.LoadWeightsResponse\"\x05\xa2\xbb\x18\x01\x02\x12]\n\rOpenIteration\x12!.tidegate.v1.OpenIterationRequest\x1a\".tidegate.v1.OpenIterationResponse\"\x05\xa2\xbb\x18\x01\x02\x12`\n\x0e\x43loseIteration\x12\".tidegate.v1.CloseIterationRequest\x1a#.tidegate.v1.CloseIterationResponse\"\x05\xa2\xbb\x18\x01\x02\x12N\n\x08\x45valuate\x12\x1c.tidegate.v1.EvaluateRequest\x1a\x1d.tidegate.v1.EvaluateResponse\"\x05\xa2\xbb\x18\x01\x02\x12Z\n\x0cHoldTraining\x12 .tidegate.v1.HoldTrainingRequest\x1a!.tidegate.v1.HoldTrainingResponse\"\x05\xa2\xbb\x18\x01\x02\x12W\n\x0bOrderGroups\x12\x1f.tidegate.v1.OrderGroupsRequest\x1a .tidegate.v1.OrderGroupsResponse\"\x05\xa2\xbb\x18\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tidegate.v1.commands_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCEADDRESS']._serialized_start=68
-  _globals['_INSTANCEADDRESS']._serialized_end=135
-  _globals['_COMMANDHEADER']._serialized_start=138
-  _globals['_COMMANDHEADER']._serialized_end=354
-  _globals['_COMMANDRESULT']._serialized_start=356
-  _globals['_COMMANDRESULT']._serialized_end=406
-  _globals['_SCALEUPREQUEST']._serialized_start=409
-  _globals['_SCALEUPREQUEST']._serialized_end=702
-  _globals['_SCALEUPRESPONSE']._serialized_start=704
-  _globals['_SCALEUPRESPONSE']._serialized_end=765
-  _globals['_SCALEDOWNREQUEST']._serialized_start=768
-  _globals['_SCALEDOWNREQUEST']._serialized_end=940
-  _globals['_SCALEDOWNRESPONSE']._serialized_start=942
-  _globals['_SCALEDOWNRESPONSE']._serialized_end=1005
-  _globals['_MIGRATEREQUEST']._serialized_start=1008
-  _globals['_MIGRATEREQUEST']._serialized_end=1208
-  _globals['_MIGRATERESPONSE']._serialized_start=1210
-  _globals['_MIGRATERESPONSE']._serialized_end=1271
-  _globals['_SUSPENDREQUEST']._serialized_start=1273
-  _globals['_SUSPENDREQUEST']._serialized_end=1369
-  _globals['_SUSPENDRESPONSE']._serialized_start=1371
-  _globals['_SUSPENDRESPONSE']._serialized_end=1432
-  _globals['_RESUMEREQUEST']._serialized_start=1435
-  _globals['_RESUMEREQUEST']._serialized_end=1567
-  _globals['_RESUMERESPONSE']._serialized_start=1569
-  _globals['_RESUMERESPONSE']._serialized_end=1629
-  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1632
-  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1778
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=1780
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=1845
-  _globals['_OPENITERATIONREQUEST']._serialized_start=1847
-  _globals['_OPENITERATIONREQUEST']._serialized_end=1955
-  _globals['_OPENITERATIONRESPONSE']._serialized_start=1957
-  _globals['_OPENITERATIONRESPONSE']._serialized_end=2024
-  _globals['_EVALUATEREQUEST']._serialized_start=2026
-  _globals['_EVALUATEREQUEST']._serialized_end=2130
-  _globals['_EVALUATERESPONSE']._serialized_start=2132
-  _globals['_EVALUATERESPONSE']._serialized_end=2194
-  _globals['_CLOSEITERATIONREQUEST']._serialized_start=2196
-  _globals['_CLOSEITERATIONREQUEST']._serialized_end=2296
-  _globals['_CLOSEITERATIONRESPONSE']._serialized_start=2298
-  _globals['_CLOSEITERATIONRESPONSE']._serialized_end=2366
-  _globals['_HOLDTRAININGREQUEST']._serialized_start=2368
-  _globals['_HOLDTRAININGREQUEST']._serialized_end=2467
-  _globals['_HOLDTRAININGRESPONSE']._serialized_start=2469
-  _globals['_HOLDTRAININGRESPONSE']._serialized_end=2535
-  _globals['_ORDERGROUPSREQUEST']._serialized_start=2537
-  _globals['_ORDERGROUPSREQUEST']._serialized_end=2636
-  _globals['_ORDERGROUPSRESPONSE']._serialized_start=2638
-  _globals['_ORDERGROUPSRESPONSE']._serialized_end=2703
-  _globals['_COMPONENT']._serialized_start=2706
-  _globals['_COMPONENT']._serialized_end=3571
+  _globals['_COMPONENT'].methods_by_name['ScaleUp']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['ScaleUp']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['ScaleDown']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['ScaleDown']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['Migrate']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['Migrate']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['Suspend']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['Suspend']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['Resume']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['Resume']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['LoadWeights']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['LoadWeights']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['OpenIteration']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['OpenIteration']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['CloseIteration']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['CloseIteration']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['Evaluate']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['Evaluate']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['HoldTraining']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['HoldTraining']._serialized_options = b'\242\273\030\001\002'
+  _globals['_COMPONENT'].methods_by_name['OrderGroups']._loaded_options = None
+  _globals['_COMPONENT'].methods_by_name['OrderGroups']._serialized_options = b'\242\273\030\001\002'
+  _globals['_INSTANCEADDRESS']._serialized_start=94
+  _globals['_INSTANCEADDRESS']._serialized_end=161
+  _globals['_COMMANDHEADER']._serialized_start=164
+  _globals['_COMMANDHEADER']._serialized_end=380
+  _globals['_COMMANDRESULT']._serialized_start=382
+  _globals['_COMMANDRESULT']._serialized_end=432
+  _globals['_SCALEUPREQUEST']._serialized_start=435
+  _globals['_SCALEUPREQUEST']._serialized_end=728
+  _globals['_SCALEUPRESPONSE']._serialized_start=730
+  _globals['_SCALEUPRESPONSE']._serialized_end=791
+  _globals['_SCALEDOWNREQUEST']._serialized_start=794
+  _globals['_SCALEDOWNREQUEST']._serialized_end=966
+  _globals['_SCALEDOWNRESPONSE']._serialized_start=968
+  _globals['_SCALEDOWNRESPONSE']._serialized_end=1031
+  _globals['_MIGRATEREQUEST']._serialized_start=1034
+  _globals['_MIGRATEREQUEST']._serialized_end=1234
+  _globals['_MIGRATERESPONSE']._serialized_start=1236
+  _globals['_MIGRATERESPONSE']._serialized_end=1297
+  _globals['_SUSPENDREQUEST']._serialized_start=1299
+  _globals['_SUSPENDREQUEST']._serialized_end=1395
+  _globals['_SUSPENDRESPONSE']._serialized_start=1397
+  _globals['_SUSPENDRESPONSE']._serialized_end=1458
+  _globals['_RESUMEREQUEST']._serialized_start=1461
+  _globals['_RESUMEREQUEST']._serialized_end=1593
+  _globals['_RESUMERESPONSE']._serialized_start=1595
+  _globals['_RESUMERESPONSE']._serialized_end=1655
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=1658
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=1804
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=1806
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=1871
+  _globals['_OPENITERATIONREQUEST']._serialized_start=1873
+  _globals['_OPENITERATIONREQUEST']._serialized_end=1981
+  _globals['_OPENITERATIONRESPONSE']._serialized_start=1983
+  _globals['_OPENITERATIONRESPONSE']._serialized_end=2050
+  _globals['_EVALUATEREQUEST']._serialized_start=2052
+  _globals['_EVALUATEREQUEST']._serialized_end=2156
+  _globals['_EVALUATERESPONSE']._serialized_start=2158
+  _globals['_EVALUATERESPONSE']._serialized_end=2220
+  _globals['_CLOSEITERATIONREQUEST']._serialized_start=2222
+  _globals['_CLOSEITERATIONREQUEST']._serialized_end=2322
+  _globals['_CLOSEITERATIONRESPONSE']._serialized_start=2324
+  _globals['_CLOSEITERATIONRESPONSE']._serialized_end=2392
+  _globals['_HOLDTRAININGREQUEST']._serialized_start=2394
+  _globals['_HOLDTRAININGREQUEST']._serialized_end=2493
+  _globals['_HOLDTRAININGRESPONSE']._serialized_start=2495
+  _globals['_HOLDTRAININGRESPONSE']._serialized_end=2561
+  _globals['_ORDERGROUPSREQUEST']._serialized_start=2563
+  _globals['_ORDERGROUPSREQUEST']._serialized_end=2662
+  _globals['_ORDERGROUPSRESPONSE']._serialized_start=2664
+  _globals['_ORDERGROUPSRESPONSE']._serialized_end=2729
+  _globals['_COMPONENT']._serialized_start=2732
+  _globals['_COMPONENT']._serialized_end=3674
 # @@protoc_insertion_point(module_scope)

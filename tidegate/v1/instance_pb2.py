@@ -22,60 +22,81 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tidegate.v1 import access_pb2 as tidegate_dot_v1_dot_access__pb2
 from tidegate.v1 import events_pb2 as tidegate_dot_v1_dot_events__pb2
 from tidegate.v1 import types_pb2 as tidegate_dot_v1_dot_types__pb2
 from tidegate.v1 import workers_pb2 as tidegate_dot_v1_dot_workers__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/instance.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/events.proto\x1a\x17tidegate/v1/types.proto\x1a\x19tidegate/v1/workers.proto\"]\n\x13StartWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rtransition_id\x18\x02 \x01(\t\x12\"\n\x06grants\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\";\n\x14StartWorkersResponse\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\"\\\n\x12StopWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rtransition_id\x18\x02 \x01(\t\x12\"\n\x06grants\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\"O\n\x13StopWorkersResponse\x12$\n\x08released\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x12\n\nheld_bytes\x18\x02 \x01(\x04\"C\n\x10StandDownRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\"\x13\n\x11StandDownResponse\"%\n\x16\x44\x65scribeWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"L\n\x17\x44\x65scribeWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x04\"4\n\x0b\x43\x61llRequest\x12%\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.WorkerCall\"7\n\x0c\x43\x61llResponse\x12\'\n\x05reply\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.WorkerReply\"?\n\x14\x46\x65tchSnapshotRequest\x12\'\n\x08snapshot\x18\x01 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\">\n\x15\x46\x65tchSnapshotResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\"R\n\x14\x44ropSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x65\x66ore_version\x18\x02 \x01(\r\x12\x15\n\rkeep_versions\x18\x03 \x03(\r\",\n\x15\x44ropSnapshotsResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r\"8\n\x13ReserveStoreRequest\x12!\n\x05grant\x18\x01 \x01(\x0b\x32\x12.tidegate.v1.Grant\"2\n\x14ReserveStoreResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x13\n\x11GateReportRequest\"H\n\x12GateReportResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12$\n\x04gpus\x18\x02 \x03(\x0b\x32\x16.tidegate.v1.GateState\"x\n\x11\x46\x65tchShardRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\"\n\x06grants\x18\x05 \x03(\x0b\x32\x12.tidegate.v1.Grant\"#\n\x12\x46\x65tchShardResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x32\xee\x05\n\x08Instance\x12S\n\x0cStartWorkers\x12 .tidegate.v1.StartWorkersRequest\x1a!.tidegate.v1.StartWorkersResponse\x12P\n\x0bStopWorkers\x12\x1f.tidegate.v1.StopWorkersRequest\x1a .tidegate.v1.StopWorkersResponse\x12J\n\tStandDown\x12\x1d.tidegate.v1.StandDownRequest\x1a\x1e.tidegate.v1.StandDownResponse\x12\\\n\x0f\x44\x65scribeWorkers\x12#.tidegate.v1.DescribeWorkersRequest\x1a$.tidegate.v1.DescribeWorkersResponse\x12=\n\x04\x43\x61ll\x12\x18.tidegate.v1.CallRequest\x1a\x19.tidegate.v1.CallResponse0\x01\x12V\n\rFetchSnapshot\x12!.tidegate.v1.FetchSnapshotRequest\x1a\".tidegate.v1.FetchSnapshotResponse\x12V\n\rDropSnapshots\x12!.tidegate.v1.DropSnapshotsRequest\x1a\".tidegate.v1.DropSnapshotsResponse\x12S\n\x0cReserveStore\x12 .tidegate.v1.ReserveStoreRequest\x1a!.tidegate.v1.ReserveStoreResponse\x12M\n\nGateReport\x12\x1e.tidegate.v1.GateReportRequest\x1a\x1f.tidegate.v1.GateReportResponse2Z\n\x07Weights\x12O\n\nFetchShard\x12\x1e.tidegate.v1.FetchShardRequest\x1a\x1f.tidegate.v1.FetchShardResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atidegate/v1/instance.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x18tidegate/v1/events.proto\x1a\x17tidegate/v1/types.proto\x1a\x19tidegate/v1/workers.proto\"]\n\x13StartWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rtransition_id\x18\x02 \x01(\t\x12\"\n\x06grants\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\";\n\x14StartWorkersResponse\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\"\\\n\x12StopWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rtransition_id\x18\x02 \x01(\t\x12\"\n\x06grants\x18\x03 \x03(\x0b\x32\x12.tidegate.v1.Grant\"O\n\x13StopWorkersResponse\x12$\n\x08released\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x12\n\nheld_bytes\x18\x02 \x01(\x04\"C\n\x10StandDownRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.tidegate.v1.Grant\"\x13\n\x11StandDownResponse\"%\n\x16\x44\x65scribeWorkersRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"L\n\x17\x44\x65scribeWorkersResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tidegate.v1.Grant\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x04\"4\n\x0b\x43\x61llRequest\x12%\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.WorkerCall\"7\n\x0c\x43\x61llResponse\x12\'\n\x05reply\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.WorkerReply\"?\n\x14\x46\x65tchSnapshotRequest\x12\'\n\x08snapshot\x18\x01 \x01(\x0b\x32\x15.tidegate.v1.Snapshot\">\n\x15\x46\x65tchSnapshotResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\"R\n\x14\x44ropSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x65\x66ore_version\x18\x02 \x01(\r\x12\x15\n\rkeep_versions\x18\x03 \x03(\r\",\n\x15\x44ropSnapshotsResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r\"8\n\x13ReserveStoreRequest\x12!\n\x05grant\x18\x01 \x01(\x0b\x32\x12.tidegate.v1.Grant\"2\n\x14ReserveStoreResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"\x13\n\x11GateReportRequest\"H\n\x12GateReportResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12$\n\x04gpus\x18\x02 \x03(\x0b\x32\x16.tidegate.v1.GateState\"x\n\x11\x46\x65tchShardRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\"\n\x06grants\x18\x05 \x03(\x0b\x32\x12.tidegate.v1.Grant\"#\n\x12\x46\x65tchShardResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x32\xae\x06\n\x08Instance\x12Z\n\x0cStartWorkers\x12 .tidegate.v1.StartWorkersRequest\x1a!.tidegate.v1.StartWorkersResponse\"\x05\xa2\xbb\x18\x01\x03\x12W\n\x0bStopWorkers\x12\x1f.tidegate.v1.StopWorkersRequest\x1a .tidegate.v1.StopWorkersResponse\"\x05\xa2\xbb\x18\x01\x03\x12Q\n\tStandDown\x12\x1d.tidegate.v1.StandDownRequest\x1a\x1e.tidegate.v1.StandDownResponse\"\x05\xa2\xbb\x18\x01\x03\x12\x63\n\x0f\x44\x65scribeWorkers\x12#.tidegate.v1.DescribeWorkersRequest\x1a$.tidegate.v1.DescribeWorkersResponse\"\x05\xa2\xbb\x18\x01\x03\x12\x44\n\x04\x43\x61ll\x12\x18.tidegate.v1.CallRequest\x1a\x19.tidegate.v1.CallResponse\"\x05\xa2\xbb\x18\x01\x03\x30\x01\x12]\n\rFetchSnapshot\x12!.tidegate.v1.FetchSnapshotRequest\x1a\".tidegate.v1.FetchSnapshotResponse\"\x05\xa2\xbb\x18\x01\x03\x12]\n\rDropSnapshots\x12!.tidegate.v1.DropSnapshotsRequest\x1a\".tidegate.v1.DropSnapshotsResponse\"\x05\xa2\xbb\x18\x01\x03\x12Z\n\x0cReserveStore\x12 .tidegate.v1.ReserveStoreRequest\x1a!.tidegate.v1.ReserveStoreResponse\"\x05\xa2\xbb\x18\x01\x03\x12U\n\nGateReport\x12\x1e.tidegate.v1.GateReportRequest\x1a\x1f.tidegate.v1.GateReportResponse\"\x06\xa2\xbb\x18\x02\x02\x01\x32\x61\n\x07Weights\x12V\n\nFetchShard\x12\x1e.tidegate.v1.FetchShardRequest\x1a\x1f.tidegate.v1.FetchShardResponse\"\x05\xa2\xbb\x18\x01\x03\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tidegate.v1.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STARTWORKERSREQUEST']._serialized_start=121
-  _globals['_STARTWORKERSREQUEST']._serialized_end=214
-  _globals['_STARTWORKERSRESPONSE']._serialized_start=216
-  _globals['_STARTWORKERSRESPONSE']._serialized_end=275
-  _globals['_STOPWORKERSREQUEST']._serialized_start=277
-  _globals['_STOPWORKERSREQUEST']._serialized_end=369
-  _globals['_STOPWORKERSRESPONSE']._serialized_start=371
-  _globals['_STOPWORKERSRESPONSE']._serialized_end=450
-  _globals['_STANDDOWNREQUEST']._serialized_start=452
-  _globals['_STANDDOWNREQUEST']._serialized_end=519
-  _globals['_STANDDOWNRESPONSE']._serialized_start=521
-  _globals['_STANDDOWNRESPONSE']._serialized_end=540
-  _globals['_DESCRIBEWORKERSREQUEST']._serialized_start=542
-  _globals['_DESCRIBEWORKERSREQUEST']._serialized_end=579
-  _globals['_DESCRIBEWORKERSRESPONSE']._serialized_start=581
-  _globals['_DESCRIBEWORKERSRESPONSE']._serialized_end=657
-  _globals['_CALLREQUEST']._serialized_start=659
-  _globals['_CALLREQUEST']._serialized_end=711
-  _globals['_CALLRESPONSE']._serialized_start=713
-  _globals['_CALLRESPONSE']._serialized_end=768
-  _globals['_FETCHSNAPSHOTREQUEST']._serialized_start=770
-  _globals['_FETCHSNAPSHOTREQUEST']._serialized_end=833
-  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_start=835
-  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_end=897
-  _globals['_DROPSNAPSHOTSREQUEST']._serialized_start=899
-  _globals['_DROPSNAPSHOTSREQUEST']._serialized_end=981
-  _globals['_DROPSNAPSHOTSRESPONSE']._serialized_start=983
-  _globals['_DROPSNAPSHOTSRESPONSE']._serialized_end=1027
-  _globals['_RESERVESTOREREQUEST']._serialized_start=1029
-  _globals['_RESERVESTOREREQUEST']._serialized_end=1085
-  _globals['_RESERVESTORERESPONSE']._serialized_start=1087
-  _globals['_RESERVESTORERESPONSE']._serialized_end=1137
-  _globals['_GATEREPORTREQUEST']._serialized_start=1139
-  _globals['_GATEREPORTREQUEST']._serialized_end=1158
-  _globals['_GATEREPORTRESPONSE']._serialized_start=1160
-  _globals['_GATEREPORTRESPONSE']._serialized_end=1232
-  _globals['_FETCHSHARDREQUEST']._serialized_start=1234
-  _globals['_FETCHSHARDREQUEST']._serialized_end=1354
-  _globals['_FETCHSHARDRESPONSE']._serialized_start=1356
-  _globals['_FETCHSHARDRESPONSE']._serialized_end=1391
-  _globals['_INSTANCE']._serialized_start=1394
-  _globals['_INSTANCE']._serialized_end=2144
-  _globals['_WEIGHTS']._serialized_start=2146
-  _globals['_WEIGHTS']._serialized_end=2236
+  _globals['_INSTANCE'].methods_by_name['StartWorkers']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['StartWorkers']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['StopWorkers']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['StopWorkers']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['StandDown']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['StandDown']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['DescribeWorkers']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['DescribeWorkers']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['Call']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['Call']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['FetchSnapshot']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['FetchSnapshot']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['DropSnapshots']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['DropSnapshots']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['ReserveStore']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['ReserveStore']._serialized_options = b'\242\273\030\001\003'
+  _globals['_INSTANCE'].methods_by_name['GateReport']._loaded_options = None
+  _globals['_INSTANCE'].methods_by_name['GateReport']._serialized_options = b'\242\273\030\002\002\001'
+  _globals['_WEIGHTS'].methods_by_name['FetchShard']._loaded_options = None
+  _globals['_WEIGHTS'].methods_by_name['FetchShard']._serialized_options = b'\242\273\030\001\003'
+  _globals['_STARTWORKERSREQUEST']._serialized_start=147
+  _globals['_STARTWORKERSREQUEST']._serialized_end=240
+  _globals['_STARTWORKERSRESPONSE']._serialized_start=242
+  _globals['_STARTWORKERSRESPONSE']._serialized_end=301
+  _globals['_STOPWORKERSREQUEST']._serialized_start=303
+  _globals['_STOPWORKERSREQUEST']._serialized_end=395
+  _globals['_STOPWORKERSRESPONSE']._serialized_start=397
+  _globals['_STOPWORKERSRESPONSE']._serialized_end=476
+  _globals['_STANDDOWNREQUEST']._serialized_start=478
+  _globals['_STANDDOWNREQUEST']._serialized_end=545
+  _globals['_STANDDOWNRESPONSE']._serialized_start=547
+  _globals['_STANDDOWNRESPONSE']._serialized_end=566
+  _globals['_DESCRIBEWORKERSREQUEST']._serialized_start=568
+  _globals['_DESCRIBEWORKERSREQUEST']._serialized_end=605
+  _globals['_DESCRIBEWORKERSRESPONSE']._serialized_start=607
+  _globals['_DESCRIBEWORKERSRESPONSE']._serialized_end=683
+  _globals['_CALLREQUEST']._serialized_start=685
+  _globals['_CALLREQUEST']._serialized_end=737
+  _globals['_CALLRESPONSE']._serialized_start=739
+  _globals['_CALLRESPONSE']._serialized_end=794
+  _globals['_FETCHSNAPSHOTREQUEST']._serialized_start=796
+  _globals['_FETCHSNAPSHOTREQUEST']._serialized_end=859
+  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_start=861
+  _globals['_FETCHSNAPSHOTRESPONSE']._serialized_end=923
+  _globals['_DROPSNAPSHOTSREQUEST']._serialized_start=925
+  _globals['_DROPSNAPSHOTSREQUEST']._serialized_end=1007
+  _globals['_DROPSNAPSHOTSRESPONSE']._serialized_start=1009
+  _globals['_DROPSNAPSHOTSRESPONSE']._serialized_end=1053
+  _globals['_RESERVESTOREREQUEST']._serialized_start=1055
+  _globals['_RESERVESTOREREQUEST']._serialized_end=1111
+  _globals['_RESERVESTORERESPONSE']._serialized_start=1113
+  _globals['_RESERVESTORERESPONSE']._serialized_end=1163
+  _globals['_GATEREPORTREQUEST']._serialized_start=1165
+  _globals['_GATEREPORTREQUEST']._serialized_end=1184
+  _globals['_GATEREPORTRESPONSE']._serialized_start=1186
+  _globals['_GATEREPORTRESPONSE']._serialized_end=1258
+  _globals['_FETCHSHARDREQUEST']._serialized_start=1260
+  _globals['_FETCHSHARDREQUEST']._serialized_end=1380
+  _globals['_FETCHSHARDRESPONSE']._serialized_start=1382
+  _globals['_FETCHSHARDRESPONSE']._serialized_end=1417
+  _globals['_INSTANCE']._serialized_start=1420
+  _globals['_INSTANCE']._serialized_end=2234
+  _globals['_WEIGHTS']._serialized_start=2236
+  _globals['_WEIGHTS']._serialized_end=2333
 # @@protoc_insertion_point(module_scope)

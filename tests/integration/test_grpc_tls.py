@@ -1,0 +1,220 @@
+"""Mutual TLS on real sockets: who is let in, who is not, and what changes while a server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import RpcServer, Service, serve
+from tidegate.adapters.grpc_tls import Credentials, callers_of
+from tidegate.certs import authority
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.v1 import commands_pb2, control_pb2, instance_pb2, instance_pb2_grpc
+
+PATIENCE_S = 10.0
+SCHEDULER = Identity("lab", Party.SCHEDULER, "a")
+JOB = Identity("lab", Party.JOB, "math")
+PINGED = instance_pb2.DescribeWorkersRequest(job="math")
+
+
+class Instance(instance_pb2_grpc.InstanceServicer):
+    """Counts the calls that reach it."""
+
+    num_calls = 0
+
+    async def DescribeWorkers(self, request: Any, context: Any) -> instance_pb2.DescribeWorkersResponse:
+        self.num_calls += 1
+        return instance_pb2.DescribeWorkersResponse()
+
+    async def GateReport(self, request: Any, context: Any) -> instance_pb2.GateReportResponse:
+        self.num_calls += 1
+        return instance_pb2.GateReportResponse(node="n0")
+
+
+class Lab:
+    """A cluster's authority, the folder of everybody's credential, and one instance of job `math`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = Authority.create(folder / "ca", "lab")
+        self.instance = Instance()  # type: ignore[abstract]  # the other calls stay the generated ones
+        self.server: RpcServer
+
+    def credential(self, identity: Identity, *, by: Authority | None = None) -> Path:
+        folder = self.folder / f"{identity.party}-{identity.name}"
+        (by or self.authority).issue(identity, folder)
+        return folder
+
+    @asynccontextmanager
+    async def calling(self, folder: Path, peer: Identity = JOB) -> AsyncIterator[instance_pb2_grpc.InstanceAsyncStub]:
+        channels = Channels(default_timeout_s=PATIENCE_S, tls=Credentials(folder))
+        try:
+            yield instance_pb2_grpc.InstanceStub(channels.connect(self.server.endpoint, peer))
+        finally:
+            await channels.close()
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    found = Lab(tmp_path)
+    service = Service(
+        instance_pb2.DESCRIPTOR.services_by_name["Instance"],
+        partial(instance_pb2_grpc.add_InstanceServicer_to_server, found.instance),
+    )
+    # Beyond loopback: with TLS that is allowed.
+    found.server = await serve([service], "0.0.0.0:0", tls=Credentials(found.credential(JOB)))
+    found.server.endpoint = f"127.0.0.1:{found.server.port}"
+    try:
+        yield found
+    finally:
+        await found.server.stop(grace_s=0.0)
+
+
+async def test_a_jobs_own_process_and_the_scheduler_may_call_what_the_schema_says(lab: Lab) -> None:
+    async with lab.calling(lab.credential(JOB)) as stub:
+        await stub.DescribeWorkers(PINGED)
+    async with lab.calling(lab.credential(SCHEDULER)) as stub:
+        assert (await stub.GateReport(instance_pb2.GateReportRequest())).node == "n0"
+    assert lab.instance.num_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("caller", "words"),
+    [
+        (SCHEDULER, "scheduler/a of cluster lab may not call .*DescribeWorkers: job may"),
+        (Identity("lab", Party.OPERATOR, "anna"), "operator/anna of cluster lab may not call"),
+        (Identity("lab", Party.NODE, "n0"), "node/n0 of cluster lab may not call"),
+        (Identity("lab", Party.JOB, "other"), "job/other .* a job reaches its own processes alone"),
+    ],
+    ids=["the scheduler", "an operator", "a node", "another job"],
+)
+async def test_a_call_that_the_schema_does_not_allow_does_not_reach_its_handler(
+    lab: Lab, caller: Identity, words: str
+) -> None:
+    async with lab.calling(lab.credential(caller)) as stub:
+        with pytest.raises(PeerRefused, match=words) as refused:
+            await stub.DescribeWorkers(PINGED)
+    assert (refused.value.status, refused.value.error) == ("PERMISSION_DENIED", "NotAllowed")
+    assert lab.instance.num_calls == 0
+
+
+async def test_a_call_with_a_credential_of_another_authority_does_not_reach_its_handler(lab: Lab) -> None:
+    other = Authority.create(lab.folder / "other", "lab")
+    folder = lab.credential(Identity("lab", Party.JOB, "stranger"), by=other)
+    # It believes the server, and the server does not believe it.
+    (folder / "ca.pem").write_bytes((lab.folder / "ca/ca.pem").read_bytes())
+    assert await _status_with_files_of(lab, folder) is grpc.StatusCode.UNAVAILABLE
+    assert lab.instance.num_calls == 0
+
+
+async def test_a_call_with_an_expired_credential_does_not_reach_its_handler(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(UTC) - timedelta(days=2)
+
+    monkeypatch.setattr(authority, "datetime", Earlier)
+    lab.authority.issue(JOB, lab.folder / "old", days=1)
+    assert await _status_with_files_of(lab, lab.folder / "old") is grpc.StatusCode.UNAVAILABLE
+    assert lab.instance.num_calls == 0
+
+
+async def test_a_call_without_a_credential_does_not_reach_its_handler(lab: Lab) -> None:
+    for channel in (
+        grpc.aio.insecure_channel(lab.server.endpoint),
+        grpc.aio.secure_channel(
+            lab.server.endpoint,
+            grpc.ssl_channel_credentials((lab.folder / "ca/ca.pem").read_bytes()),
+            options=[("grpc.ssl_target_name_override", JOB.server_name)],
+        ),
+    ):
+        async with channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await instance_pb2_grpc.InstanceStub(channel).DescribeWorkers(PINGED, timeout=PATIENCE_S)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert lab.instance.num_calls == 0
+
+
+async def test_a_caller_does_not_talk_to_a_server_that_is_not_who_it_wants(lab: Lab) -> None:
+    async with lab.calling(lab.credential(SCHEDULER), peer=Identity("lab", Party.JOB, "other")) as stub:
+        with pytest.raises(PeerUnavailable):
+            await stub.GateReport(instance_pb2.GateReportRequest())
+    channels = Channels(default_timeout_s=PATIENCE_S, tls=Credentials(lab.credential(SCHEDULER)))
+    with pytest.raises(ValueError, match=r"say who has to answer at 127\.0\.0\.1"):
+        channels.connect(lab.server.endpoint)
+
+
+async def test_a_caller_that_is_revoked_while_it_is_connected_is_refused_at_its_next_call(lab: Lab) -> None:
+    async with lab.calling(lab.credential(JOB)) as stub:
+        await stub.DescribeWorkers(PINGED)
+        lab.authority.revoke(lab.authority.issued()[-1].serial)
+        (lab.folder / "job-math/revoked.json").write_bytes((lab.folder / "ca/revoked.json").read_bytes())
+        with pytest.raises(PeerRefused, match="is revoked: issue the credential again") as refused:
+            await stub.DescribeWorkers(PINGED)
+    assert refused.value.status == "UNAUTHENTICATED"
+    assert lab.instance.num_calls == 1
+
+
+async def test_a_server_takes_up_a_renewed_credential_and_keeps_the_last_good_one(lab: Lab) -> None:
+    folder, caller = lab.folder / "job-math", lab.credential(SCHEDULER)
+    report = instance_pb2.GateReportRequest()
+    before = await _certificate_of(lab)
+    lab.authority.issue(JOB, folder)
+    assert await _certificate_of(lab) != before
+    after = await _certificate_of(lab)
+    (folder / "credential.pem").write_bytes(b"half of")
+    assert await _certificate_of(lab) == after
+    folder.rename(lab.folder / "away")
+    assert await _certificate_of(lab) == after
+    async with lab.calling(caller) as stub:
+        await stub.GateReport(report)
+
+
+def test_each_method_names_its_callers() -> None:
+    services = [
+        *commands_pb2.DESCRIPTOR.services_by_name.values(),
+        *control_pb2.DESCRIPTOR.services_by_name.values(),
+        *instance_pb2.DESCRIPTOR.services_by_name.values(),
+    ]
+    found = {method.full_name: callers_of(service, method.name) for service in services for method in service.methods}
+    assert [name for name, callers in found.items() if not callers] == []
+    assert found["tidegate.v1.Control.CancelJob"] == {Party.OPERATOR, Party.JOB}
+
+
+async def _status_with_files_of(lab: Lab, folder: Path) -> grpc.StatusCode:
+    """Of a call with a credential that `Credentials` itself would refuse."""
+    key, begin, cert = (folder / "credential.pem").read_bytes().partition(b"-----BEGIN CERTIFICATE-----")
+    own = grpc.ssl_channel_credentials((lab.folder / "ca/ca.pem").read_bytes(), key, begin + cert)
+    options = [("grpc.ssl_target_name_override", JOB.server_name)]
+    async with grpc.aio.secure_channel(lab.server.endpoint, own, options=options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await instance_pb2_grpc.InstanceStub(channel).DescribeWorkers(PINGED, timeout=PATIENCE_S)
+    return refused.value.code()
+
+
+async def _certificate_of(lab: Lab) -> bytes:
+    """The certificate that the server shows to a new connection."""
+    context = ssl.create_default_context(cafile=str(lab.folder / "ca/ca.pem"))
+    context.load_cert_chain(lab.credential(Identity("lab", Party.VIEWER, "looks")) / "credential.pem")
+    context.set_alpn_protocols(["h2"])
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", lab.server.port, ssl=context, server_hostname=JOB.server_name
+    )
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    del reader
+    return shown

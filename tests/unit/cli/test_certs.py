@@ -1,0 +1,57 @@
+"""`tidegate certs`: a person makes an authority, issues a credential, sees it, and revokes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.__main__ import main
+from tidegate.certs.authority import Credential
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["certs", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_credential_from_its_authority_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ca, to = ("--authority", str(tmp_path / "ca")), tmp_path / "n0"
+    assert "whoever has ca.key is everybody" in answer(capsys, "init", *ca, "--cluster", "lab")
+    told = answer(capsys, "issue", "node", "n0", *ca, "--to", str(to), "--address", "10.0.0.7", "--days", "30")
+    assert "has the credential of node/n0 of cluster lab" in told
+    assert Credential.load(to).identity.uri == "spiffe://lab/node/n0"
+    (row,) = json.loads(answer(capsys, "-o", "json", "list", *ca))
+    assert (row["party"], row["name"], row["state"]) == ("node", "n0", "29 days left")
+    assert "copy" in answer(capsys, "revoke", row["serial"], *ca)
+    (row,) = json.loads(answer(capsys, "-o", "json", "list", *ca))
+    assert row["state"] == "revoked"
+    assert "BEGIN PRIVATE KEY" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("list --authority {ca}", "make one with tidegate certs init"),
+        ("init --authority {ca} --cluster Lab", "cluster 'Lab' of a credential has 1 to 63 lower-case letters"),
+        ("issue nod n0 --authority {ca} --to {to}", "the nearest is 'node'"),
+        ("issue node n0 --authority {made} --to {to} --days 0", "is not a whole number of at least 1"),
+        ("issue node n_0 --authority {made} --to {to}", "name 'n_0' of a credential"),
+        ("init --authority {made} --cluster lab", "has an authority already"),
+        ("revoke zz --authority {made}", "'zz' is no hexadecimal number"),
+        ("revoke 7 --authority {made}", "serial 7 was not issued here"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "made"
+    answer(capsys, "init", "--authority", str(made), "--cluster", "lab")
+    before = sorted(tmp_path.rglob("*"))
+    places = {"ca": tmp_path / "ca", "made": made, "to": tmp_path / "to"}
+    assert main(["certs", *words.format(**places).split()]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before

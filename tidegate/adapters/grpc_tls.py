@@ -1,0 +1,158 @@
+"""gRPC with mutual TLS: who calls proves who he is, and may call what the schema says.
+
+The schema names the callers of each method (`access.proto`). A server asks, in this order:
+1. TLS: the certificate is of the cluster's authority, and has not expired.
+2. Its serial number is not revoked.
+3. It names an identity of this cluster, whose party the method names.
+4. A job's credential reaches only servers of that job, and schedulers.
+
+A client connects to an identity, not to an address: TLS compares the server's certificate with the name that is wanted.
+
+The files are read again for each connection that a server takes, and for each channel that a client opens. So a renewed
+credential, and a longer list of revoked ones, count without a restart. Where they cannot be read, the last good ones
+stay in force, with a warning.
+
+Invariants:
+- A call without a credential, with an expired, a revoked or a foreign one does not reach its handler.
+  [test_grpc_tls: does_not_reach_its_handler]
+- A method that names no callers may be called by nobody. [test_grpc_tls: each_method_names_its_callers]
+- A revoked credential is refused on a connection that is open already. [test_grpc_tls: revoked_while_it_is_connected]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import grpc
+import structlog
+from cryptography import x509
+from google.protobuf.descriptor import ServiceDescriptor
+
+from tidegate.certs.authority import CA_CERT, CREDENTIAL, REVOKED, CertsError, Credential
+from tidegate.certs.identity import Identity, Party
+from tidegate.v1 import access_pb2
+
+AuthContext = Mapping[str, Iterable[bytes]]
+
+
+class NotAuthenticated(RuntimeError):
+    """The caller's credential is not believed."""
+
+
+class NotAllowed(RuntimeError):
+    """The caller is who he says, and may not call this."""
+
+
+class Credentials:
+    """The credential in a folder, as its files are now. CertsError where they are bad from the beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._current = Credential.load(folder)
+        self._seen = self._stamps()
+        self._log = structlog.get_logger("tidegate.tls")
+
+    @property
+    def identity(self) -> Identity:
+        return self._current.identity
+
+    def now(self) -> Credential:
+        stamps = self._stamps()
+        if stamps != self._seen:
+            self._seen = stamps
+            try:
+                self._current = Credential.load(self._folder)
+            except CertsError as error:
+                self._log.warning("credential not read again", error=str(error))
+        return self._current
+
+    def for_server(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(self._server_now(), self._server_now, True)
+
+    def for_channel(self) -> grpc.ChannelCredentials:
+        own = self.now()
+        return grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
+
+    def _server_now(self) -> grpc.ServerCertificateConfiguration:
+        own = self.now()
+        return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], root_certificates=own.ca)
+
+    def _stamps(self) -> tuple[tuple[int, int], ...]:
+        """They differ once a file is another one. Empty where they cannot be seen."""
+        try:
+            found = [(self._folder / name).stat() for name in (CA_CERT, CREDENTIAL, REVOKED)]
+        except OSError:
+            return ()
+        return tuple((each.st_mtime_ns, each.st_ino) for each in found)
+
+
+class Access:
+    """Who may call the methods of one server."""
+
+    def __init__(self, credentials: Credentials, services: Sequence[ServiceDescriptor]) -> None:
+        self._credentials = credentials
+        self._callers = {
+            f"/{service.full_name}/{method.name}": callers_of(service, method.name)
+            for service in services
+            for method in service.methods
+        }
+        self.num_refused: Counter[str] = Counter()
+        """By method. Calls that no method of a known service answers are counted under ""."""
+        self._log = structlog.get_logger("tidegate.tls")
+
+    def check(self, method: str, context: AuthContext) -> Identity:
+        """Who calls. NotAuthenticated or NotAllowed; both are logged and counted."""
+        try:
+            caller = self._caller(context)
+            self._check_party(method, caller)
+        except (NotAuthenticated, NotAllowed) as refused:
+            self.num_refused[method if method in self._callers else ""] += 1
+            self._log.warning("call refused", method=method, reason=str(refused))
+            raise
+        return caller
+
+    def _caller(self, context: AuthContext) -> Identity:
+        (pem,) = context.get("x509_pem_cert", ()) or (b"",)
+        if not pem:
+            raise NotAuthenticated("the call has no certificate: give a credential of tidegate certs issue")
+        serial, uris = _read(pem)
+        own = self._credentials.now()
+        if serial in own.revoked:
+            raise NotAuthenticated(f"the certificate {serial:x} is revoked: issue the credential again")
+        try:
+            (uri,) = uris
+            caller = Identity.parse(uri)
+        except ValueError as error:
+            raise NotAuthenticated(f"the certificate names no identity ({error})") from error
+        if caller.cluster != own.identity.cluster:
+            raise NotAuthenticated(f"the credential of {caller} is none of cluster {own.identity.cluster}")
+        return caller
+
+    def _check_party(self, method: str, caller: Identity) -> None:
+        own, callers = self._credentials.identity, self._callers.get(method, frozenset())
+        if caller.party not in callers:
+            may = ", ".join(sorted(callers)) or "nobody"
+            raise NotAllowed(f"{caller} may not call {method}: {may} may")
+        if caller.party is Party.JOB and own.party is Party.JOB and caller.name != own.name:
+            raise NotAllowed(f"{caller} may not call {method} of {own}: a job reaches its own processes alone")
+
+
+def callers_of(service: ServiceDescriptor, method: str) -> frozenset[Party]:
+    """The parties that the schema names."""
+    options = service.methods_by_name[method].GetOptions()
+    names = (access_pb2.Party.Name(number) for number in options.Extensions[access_pb2.callers])
+    return frozenset(Party(name.removeprefix("PARTY_").lower()) for name in names)
+
+
+@lru_cache(maxsize=1024)
+def _read(pem: bytes) -> tuple[int, tuple[str, ...]]:
+    """The serial number and the URIs of a certificate that TLS has checked."""
+    cert = x509.load_pem_x509_certificate(pem)
+    try:
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return cert.serial_number, ()
+    return cert.serial_number, tuple(names.get_values_for_type(x509.UniformResourceIdentifier))

@@ -1,0 +1,1 @@
+"""Who a process is, and how it proves that: identities, the authority that certifies them, and their files."""
