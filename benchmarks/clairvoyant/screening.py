@@ -56,8 +56,7 @@ class Screen:
         """The best plan for an order of sequences, from the family and from random plans."""
         forecast = self._forecast(order)
         coarse = family(self._cluster, self._num_minibatches, forecast.span_s, infers_ahead=forecast.infers_ahead)
-        ends_s, _ = forecast.ends_s(coarse)
-        scale_s = float(np.median(ends_s))
+        scale_s = float(np.median(forecast.ends_s(coarse)))
         drawn = self._drawn(scale_s, rng, infers_ahead=forecast.infers_ahead)
         begin = Plans.of(coarse, legal(drawn, self._cluster))
         return _plan(search(forecast, begin, rounds=ROUNDS))

@@ -36,7 +36,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "cluster__pace": {"time_scale": 0.005, "tokens_per_token": 256, "responses_per_response": 8},
         "scheduler__policy": "tide",
         "scheduler__tide__least_gain_s": 0.0,
-        "scheduler__tide__least_payback": 0.0,
         "scheduler__tide__lead_s": 0.0,
     },
 }

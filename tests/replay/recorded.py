@@ -53,7 +53,7 @@ POLICIES: dict[str, Policy] = {
     "rlinf": RLinfPolicy(RLinfRules(16, auto_scheduler=True, use_pre_process_policy=True)),
     "dynarl": DynaRLPolicy(DynaRLRules(request_priority=True)),
     # It moves for any gain: so short an iteration pays no other move.
-    "tide": TidePolicy(TideRules(least_gain_s=0.0, least_payback=0.0)),
+    "tide": TidePolicy(TideRules(least_gain_s=0.0)),
     "tide_at_home": TidePolicy(),
 }
 HISTORIES = {name: Path(__file__).parent / f"{name}.jsonl" for name in POLICIES}

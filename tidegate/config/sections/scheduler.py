@@ -54,7 +54,6 @@ class TideSection(Section):
     """The rules of Tidegate's own policy: when a move pays, and how far it searches."""
 
     least_gain_s: NonNegativeFloat = 2.0
-    least_payback: NonNegativeFloat = 1.0
     lead_s: NonNegativeFloat = 0.3
     short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     shorts_a_long: Positive = 1

@@ -55,12 +55,6 @@ COVERED = 0.15
 that wait is shorter than the longest of all. The expected maxima of 5 and of 16 normal values differ by 0.6 sigma; the
 spread within a group is 0.25."""
 
-LASTS = 1.5
-"""The rollout takes this many times its forecast rest until the trainer gets its GPUs. With 1 the trainer may stay
-small, since all GPUs are soon to come, and then they come late: the longest responses are longer than forecast. The
-value matters little: on 21 iterations of `benchmarks.iteration` with other lengths, 1, 1.25, 1.5 and 2 ended after
-33.5, 33.1, 33.4 and 33.3 s in the mean."""
-
 COUNTS = 512
 """Points of the table from ended sequences to u."""
 
@@ -102,14 +96,11 @@ class Forecast:
         times = self._times(engines, np.ones(1), speed)
         return float(values_at(times, np.array([[u / self.left.load.step]]))[0, 0])
 
-    def ends_s(self, plans: Plans) -> tuple[Floats, Floats]:
-        """By plan: seconds from now until the update of the last minibatch (inf: never), and until those of all others.
-        A plan may have no minibatch to come besides the open one."""
+    def ends_s(self, plans: Plans) -> Floats:
+        """By plan: seconds from now until the update of the last minibatch (inf: never). A plan may have no minibatch
+        to come besides the open one."""
         at, trainer, nth = self._begun(plans)
-        last, others_s = plans.trainer.shape[1] - 1, np.zeros(plans.count)
-        for column in range(last + 1):
-            if column == last:
-                others_s = at.t
+        for column in range(plans.trainer.shape[1]):
             segment, trainer = self._segment(plans, column, trainer, at, nth + column)
             at = self._through(at, segment)
             if at.is_mid.any():
@@ -117,7 +108,7 @@ class Forecast:
                 trainer = np.where(at.is_mid, more, trainer)
                 at = merged(at, self._through(at, rest))
         ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t)
-        return ends, np.minimum(others_s, ends)
+        return ends
 
     def _begun(self, plans: Plans) -> tuple[At, Floats, int]:
         """The moment until which plans do not differ: their start, or the end of the open minibatch. Also the trainer's
@@ -265,7 +256,6 @@ class Forecast:
             if segment.minibatch is None:
                 end = np.minimum(end, over)
             else:
-                over = at.t + LASTS * (over - at.t)
                 is_mid = (at.u < load.last - 1e-6) & (over < trained.last_begins_s)
                 trained_tokens = np.where(is_mid, at.trained_tokens + trained.seconds_until(over) * segment.rate, 0.0)
                 end = np.where(is_mid, over, end)

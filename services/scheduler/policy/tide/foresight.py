@@ -3,12 +3,12 @@
 - When an iteration opens, the search begins at a coarse family of plans.
 - From then on each search tries the neighbours of the remembered plan, so that the plan improves while it waits for its
   start.
-- When GPUs are about to move, the search takes `rounds` rounds, and the family's plans are tried too.
+- When GPUs are about to move, the search takes `rounds` rounds.
 
 Invariants:
-- A plan that moves the trainer now is taken only where it lowers the score by more than `least_gain_s`, and by more
-  than `least_payback` times the seconds of the move. [test_tide_policy: moves_only_where_that_gains]
-- An iteration opens with the trainer's GPUs lent to the rollout only where that lowers the score as much.
+- A plan that moves the trainer now is taken only where it ends sooner by more than `least_gain_s`.
+  [test_tide_policy: moves_only_where_that_gains]
+- An iteration opens with the trainer's GPUs lent to the rollout only where it ends sooner by as much.
   [test_tide_policy: where_lending_the_trainers_gpus]
 """
 
@@ -41,7 +41,6 @@ class TideRules:
     """The rules of `scheduler.tide`.
 
     least_gain_s: a move of the trainer has to gain more seconds than this.
-    least_payback: it also has to gain more than this many times its own duration.
     lead_s: engines are asked to leave this long, and the time of a release, ahead of a minibatch's end.
     short_share, shorts_a_long: the start's order of prompts (`opening_order`).
     fresh_share: a plan that is older than this share of its forecast remaining time is searched again, in one round.
@@ -49,7 +48,6 @@ class TideRules:
     """
 
     least_gain_s: float = 2.0
-    least_payback: float = 1.0
     lead_s: float = 0.3
     short_share: float = 0.25
     shorts_a_long: int = 1
@@ -57,7 +55,7 @@ class TideRules:
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("least_gain_s", "least_payback", "lead_s", "fresh_share"):
+        for name in ("least_gain_s", "lead_s", "fresh_share"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"tide: {name}={value} is below 0; set it to 0 to do without")
         if not 0 <= self.short_share <= 1:
@@ -90,7 +88,7 @@ class Foresight:
             found = search(forecast, known, rounds=1)
             return replace(found, weighed=(alternative("the plan, improved", found, is_chosen=True),))
         coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
-        begin = coarse if known is None else Plans.of(known, coarse)
+        begin = coarse if known is None else known
         found = search(forecast, begin, rounds=self.rules.rounds)
         found = replace(found, weighed=(alternative(_told(found), found, is_chosen=True),))
         return self._or_stay(forecast, found) if is_move else found
@@ -107,8 +105,7 @@ class Foresight:
         """The plan of an iteration that opens, and whether it opens at home, with the trainer on its GPUs for its first
         minibatch.
 
-        `lent`: the plan that lends the rollout all GPUs. It is taken where its score is lower by more than the least
-        gain of lending (`_lending_s`).
+        `lent`: the plan that lends the rollout all GPUs. It is taken where it ends sooner by more than `least_gain_s`.
         """
         if home.trainer is None:
             return lent, False
@@ -122,7 +119,7 @@ class Foresight:
         later = Plans(np.zeros(1), lent.plan.trainer[:, 1:], lent.plan.inference[:, 1:])
         coarse = family(cluster, later.trainer.shape[1], forecast.span_s)
         found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
-        is_kept = not lent.score_s < found.score_s - self._lending_s(forecast, lent.plan)
+        is_kept = not lent.end_s < found.end_s - self.rules.least_gain_s
         return _of_two(lent, found, "every component at home", is_other=is_kept), is_kept
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
@@ -140,21 +137,10 @@ class Foresight:
         trainer, inference = found.plan.trainer.copy(), found.plan.inference.copy()
         trainer[0, 0], inference[0, 0] = cluster.num_trainer_gpus, cluster.num_inference_gpus
         stays = best_of(forecast, Plans(found.plan.start_s, trainer, inference))
-        now, then = cluster.units(np.array([cluster.num_trainer_gpus, found.plan.trainer[0, 0]]))
-        least_s = self._least_s(float(cluster.switch_s[now, then]))
-        does_stay = stays.score_s <= found.score_s + least_s
-        what = f"the trainer stays on {counted(cluster.num_trainer_gpus, 'GPU')} (a move must gain {least_s:.1f} s)"
+        least_s = self.rules.least_gain_s
+        does_stay = stays.end_s <= found.end_s + least_s
+        what = f"the trainer stays on {counted(cluster.num_trainer_gpus, 'GPU')} (a move must gain {least_s:g} s)"
         return _of_two(found, stays, what, is_other=does_stay)
-
-    def _lending_s(self, forecast: Forecast, plan: Plans) -> float:
-        """The least gain of lending the trainer's GPUs. To end it, engines let go of the GPUs of the plan's next
-        minibatch, and the trainer is loaded on them."""
-        cluster = forecast.cluster
-        back = int(cluster.units(plan.trainer[0, :1].astype(np.float64))[0])
-        return self._least_s(forecast.costs.release_s + float(cluster.switch_s[0, back]))
-
-    def _least_s(self, move_s: float) -> float:
-        return max(self.rules.least_gain_s, self.rules.least_payback * move_s)
 
 
 def alternative(what: str, found: Found, *, is_chosen: bool) -> Alternative:

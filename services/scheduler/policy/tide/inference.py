@@ -10,8 +10,6 @@ responses are scored as they end, a lot is handed on when the latest of three en
 A segment begins with what was scored before it (`At`): no more than inference could score, nor than responses that
 have ended. A lot's responses, all but the last, end evenly between now and the lot's end.
 
-Where gradients are carried, inference has the engines' GPUs for the lot that ends the rollout.
-
 Invariants:
 - With one GPU, scoring ahead hands no lot on later. [test_forecast: scoring_ahead_is_not_later]
 - What is scored ahead is not scored again. [test_forecast: what_is_scored_ahead_shortens]
@@ -70,12 +68,8 @@ class Inference:
         return ahead
 
     def _rate(self, segment: Segment) -> Floats:
-        """By plan and place: tokens a second."""
-        gpus = segment.inference[:, None]
-        size = self.cluster.engine_size if self.cluster.carries else 0
-        later = gpus + np.sign(gpus) * segment.engines[:, None] * size
-        is_last = self.ended_s >= self.ended_s[:, -1:]
-        rate: Floats = np.maximum(np.where(is_last, later, gpus) * self.cluster.inference_rate, 1e-3)
+        """By plan: tokens a second."""
+        rate: Floats = np.maximum(segment.inference[:, None] * self.cluster.inference_rate, 1e-3)
         return rate
 
 

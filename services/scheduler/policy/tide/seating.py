@@ -2,7 +2,7 @@
 
 Order:
 1. A component keeps the GPUs that it has, as far as the numbers allow. Of the engines those leave first that share a
-   node with the trainer, then those of the nodes whose engines have the fewest KV tokens.
+   node with the trainer.
 2. From the pool the trainer takes whole data-parallel copies, inside a node first.
 3. The rollout takes engines, inside a node first. Inference takes its share.
 4. The rest becomes further engines while sequences are unfinished. What is too small for an engine goes to inference,
@@ -35,7 +35,7 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     engines = [engine for engine in before.engines if alive.issuperset(engine)]
     trainer = [gpu for gpu in (before.trainer.gpus if before.trainer else ()) if gpu in alive][:num_trainer]
     near = {node_of(gpu) for gpu in trainer}
-    engines = _kept(situation, engines, split.num_engines, near)
+    engines = _kept(engines, split.num_engines, near)
     taken = {*trainer, *(gpu for engine in engines for gpu in engine)}
     present = set(before.inference)
     pool = [gpu for gpu in there if gpu not in taken]
@@ -75,21 +75,10 @@ def _placed(situation: Situation, gpus: tuple[GpuId, ...], layout: Layout | None
     return trainer_layouts(situation, len(gpus)).placed(gpus)
 
 
-def _kept(situation: Situation, engines: list[Replica], num: int, near: set[NodeId]) -> list[Replica]:
+def _kept(engines: list[Replica], num: int, near: set[NodeId]) -> list[Replica]:
     """`num` of the engines, in their own order."""
-    if len(engines) <= num:
-        return engines
-    cached = {engine.gpus: engine.num_kv_tokens for engine in situation.engines}
-    of_node: dict[NodeId, list[int]] = {}
-    for engine in engines:
-        of_node.setdefault(node_of(engine[0]), []).append(cached.get(engine, 0))
-    mean = {node: sum(tokens) / len(tokens) for node, tokens in of_node.items()}
-
-    def leaves_later(engine: Replica) -> tuple[bool, float, str, int]:
-        node = node_of(engine[0])
-        return node not in near, mean[node], node, cached.get(engine, 0)
-
-    leaving = set(sorted(engines, key=leaves_later)[: len(engines) - num])
+    by_nearness = sorted(engines, key=lambda engine: node_of(engine[0]) not in near)
+    leaving = set(by_nearness[: max(0, len(engines) - num)])
     return [engine for engine in engines if engine not in leaving]
 
 

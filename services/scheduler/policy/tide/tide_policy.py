@@ -51,7 +51,7 @@ from services.scheduler.policy.tide.foresight import (
     unrevised,
 )
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.prompt_order import opening_orders, order_back
+from services.scheduler.policy.tide.prompt_order import order_at_opening
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured
@@ -100,10 +100,8 @@ class TidePolicy:
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, assigned, memory, there, is_as_planned=False)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
-        orders = opening_orders(situation, short_share=self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
-        lent_to = [foresight.plan(situation, assigned, memory, there, is_move=False, order=order) for order in orders]
-        found, order = min(zip(lent_to, orders, strict=True), key=lambda each: each[0].score_s)
-        is_kept = False
+        order = order_at_opening(situation, short_share=self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
+        found, is_kept = foresight.plan(situation, assigned, memory, there, is_move=False, order=order), False
         if home is not None:
             found, is_kept = foresight.kept(situation, home, there, found, order=order)
         if home is not None and is_kept:
@@ -167,7 +165,7 @@ class TidePolicy:
         assigned = seated(situation, split, before, there)
         reason = f"inference starts; {_described(situation, memory)}"
         ask_in_s = max(_starts_in_s(situation, memory), SOON_S)
-        return _chosen(situation, assigned, memory, reason, order=order_back(situation), ask_in_s=ask_in_s)
+        return _chosen(situation, assigned, memory, reason, ask_in_s=ask_in_s)
 
     def _planned(
         self,
@@ -259,7 +257,7 @@ class TidePolicy:
             num_answered=_coming(situation) + 1 if assigned.trainer else 0,
         )
         reason = f"{why}; {_described(situation, memory)}"
-        return _chosen(situation, assigned, memory, reason, order=order_back(situation))
+        return _chosen(situation, assigned, memory, reason)
 
     def _home(self, situation: Situation, memory: TideMemory, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)

@@ -35,12 +35,12 @@ def plan(*, trainer: int, inference: int) -> Plans:
 
 @pytest.mark.parametrize(("trainer", "inference", "ends"), [(0, 2, False), (4, 0, False), (4, 2, True)])
 def test_a_plan_that_leaves_work_without_gpus_never_ends(trainer: int, inference: int, ends: bool) -> None:
-    (end_s,), _ = forecast().ends_s(plan(trainer=trainer, inference=inference))
+    (end_s,) = forecast().ends_s(plan(trainer=trainer, inference=inference))
     assert np.isfinite(end_s) == ends
 
 
 def test_half_of_the_engines_take_at_most_twice_as_long_for_more_sequences_than_slots() -> None:
-    ends_s = [float(forecast().ends_s(plan(trainer=trainer, inference=2))[0][0]) for trainer in (6, 10, 12)]
+    ends_s = [float(forecast().ends_s(plan(trainer=trainer, inference=2))[0]) for trainer in (6, 10, 12)]
     assert ends_s == sorted(ends_s)
     four, two, one = ends_s
     assert two <= 2 * four
@@ -59,7 +59,7 @@ def end_s(*, ahead: int | None, order: MinibatchOrder = MinibatchOrder.ARRIVAL) 
     situation = replace(situation, inference=inference)
     left = outlook(situation, np.where(is_last, 1400.0, 1000.0), num_slots=8192)
     found = Forecast(left, cluster_of(situation, ALL_GENERATE, gpus_there(situation)), COSTS)
-    (end,), _ = found.ends_s(plan(trainer=4, inference=1))
+    (end,) = found.ends_s(plan(trainer=4, inference=1))
     return float(end)
 
 

@@ -23,19 +23,16 @@ def across_nodes(spec_gpus: tuple[GpuId, ...] = NODES) -> Assignment:
     return Assignment(replicas(spec_gpus, 2), None, ())
 
 
-def sit(assignment: Assignment, *, num_unfinished: int = 8, kv: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+def sit(assignment: Assignment, *, num_unfinished: int = 8):  # type: ignore[no-untyped-def]
     situation = seen(SPEC, as_configured(SPEC), num_unfinished=0)
     picture = generation(
         SPEC, assignment.engines, lengths=(5,) * 8, places=(0,) * num_unfinished + (-3,) * (8 - num_unfinished)
-    )
-    engines = tuple(
-        replace(each, num_kv_tokens=tokens) for each, tokens in zip(picture.engines, kv or (1,) * 8, strict=True)
     )
     inferring = replace(situation.inference, gpus=(), inferring=replace(situation.inference.inferring, ready=()))
     trainer = replace(situation.trainer, placed=None)
     return replace(
         situation,
-        generation=replace(picture, engines=engines),
+        generation=picture,
         inference=inferring,
         trainer=trainer,
         free=(),
@@ -60,13 +57,6 @@ def test_engines_beside_the_trainer_leave_first() -> None:
     assert second.trainer is not None
     assert second.trainer.gpus[:4] == first.trainer.gpus
     assert len({node_of(each) for each in second.trainer.gpus}) == 1
-
-
-def test_engines_with_the_fewest_kv_tokens_leave_first() -> None:
-    before = across_nodes()
-    kv = (9, 9, 9, 9, 5, 1, 5, 5)
-    found = seated(sit(before, kv=kv), Split(7, 0, 2), before, NODES)
-    assert set(before.engines) - set(found.engines) == {before.engines[5]}
 
 
 def test_components_keep_their_gpus_and_nothing_is_left_over() -> None:
