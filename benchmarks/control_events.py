@@ -68,6 +68,9 @@ async def measured(name: str, folder: Path, sizes: Sizes, *, progress_per_s: flo
         own = await closing.enter_async_context(leads(config, works_s=works_s))
         published = closing.enter_context(progress(config, per_s=progress_per_s)) if progress_per_s else None
         await own.until(lambda: own.num_closed >= _WARM_UP and (published is None or published.value > 0))
+        # Counting begins between two iterations: commands of one that closes now have been timed already.
+        num_closed = own.num_closed
+        await own.until(lambda: own.num_closed > num_closed)
         return await _timed(name, own, sizes, psutil.Process(scheduler.pid), published)
 
 

@@ -13,8 +13,8 @@ credential, and a longer list of revoked ones, count without a restart. Where th
 stay in force, with a warning.
 
 Invariants:
-- A call without a credential, with an expired, a revoked or a foreign one does not reach its handler.
-  [test_grpc_tls: does_not_reach_its_handler]
+- A call without a credential, or with a foreign or an expired one, does not reach its handler.
+  [test_grpc_tls: without_a_credential] [test_grpc_tls: of_another_authority] [test_grpc_tls: an_expired_credential]
 - A method that names no callers may be called by nobody. [test_grpc_tls: each_method_names_its_callers]
 - A revoked credential is refused on a connection that is open already. [test_grpc_tls: revoked_while_it_is_connected]
 """

@@ -2,7 +2,7 @@
 
 Order:
 1. A component keeps the GPUs that it has, as far as the numbers allow. Of the engines those leave first that share a
-   node with the trainer.
+   node with the trainer, or with its home while it has no GPUs: its state is in that node's memory.
 2. From the pool the trainer takes whole data-parallel copies, inside a node first.
 3. The rollout takes engines, inside a node first. Inference takes its share.
 4. The rest becomes further engines while sequences are unfinished. What is too small for an engine goes to inference,
@@ -23,7 +23,7 @@ from services.scheduler.state.layouts import Replica, engine_size, replica_size,
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.units import but_for, by_node, in_units
 from services.scheduler.state.values import Placed
-from tidegate.types import GpuId, Layout, NodeId, node_of
+from tidegate.types import GpuId, Layout, NodeId, Role, node_of
 
 
 def seated(situation: Situation, split: Split, before: Assignment, there: tuple[GpuId, ...]) -> Assignment:
@@ -34,7 +34,7 @@ def seated(situation: Situation, split: Split, before: Assignment, there: tuple[
     num_trainer = layout.num_ranks if layout else 0
     engines = [engine for engine in before.engines if alive.issuperset(engine)]
     trainer = [gpu for gpu in (before.trainer.gpus if before.trainer else ()) if gpu in alive][:num_trainer]
-    near = {node_of(gpu) for gpu in trainer}
+    near = {node_of(gpu) for gpu in trainer or situation.spec.placement[Role.ACTOR].gpus}
     engines = _kept(engines, split.num_engines, near)
     taken = {*trainer, *(gpu for engine in engines for gpu in engine)}
     present = set(before.inference)
