@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -182,6 +184,14 @@ async def test_a_server_takes_up_a_renewed_credential_and_keeps_the_last_good_on
     assert await _certificate_of(lab) == after
     async with lab.calling(caller) as stub:
         await stub.GateReport(report)
+
+
+def test_a_process_without_tls_does_not_load_its_library() -> None:
+    code = (
+        "import sys, tidegate.adapters.grpc_client, tidegate.adapters.grpc_server; print('cryptography' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 def test_each_method_names_its_callers() -> None:

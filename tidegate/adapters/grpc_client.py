@@ -8,14 +8,16 @@ The ordinary generated stub uses a channel. A call without a `timeout` gets the 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES
-from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Identity
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+
+if TYPE_CHECKING:
+    from tidegate.adapters.grpc_tls import Credentials
 
 # A client tries a restarted peer again within a second. gRPC's own default waits up to two minutes.
 _FIRST_RECONNECT_MS = 100

@@ -17,7 +17,7 @@ import ipaddress
 from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 import structlog
@@ -25,7 +25,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tidegate.adapters.grpc_tls import Access, Credentials, NotAllowed, NotAuthenticated
+from tidegate.certs.identity import NotAllowed, NotAuthenticated
 from tidegate.ownership.records import (
     GpuBusy,
     StaleToken,
@@ -37,6 +37,10 @@ from tidegate.ownership.records import (
 )
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDeadLetter
 from tidegate.ports.rpc import PeerUnavailable
+
+if TYPE_CHECKING:
+    # Without TLS its library is not imported: it takes 12 MB of each process.
+    from tidegate.adapters.grpc_tls import Access, Credentials
 
 MAX_MESSAGE_BYTES = 257 * 2**20
 """One limit for a worker on this node and a worker on another node.
@@ -125,7 +129,7 @@ async def serve(
             f"{address} listens beyond this machine without TLS: anyone who reaches it could command this job; "
             "listen on 127.0.0.1, give a credential, or allow it explicitly (allow_insecure_remote)"
         )
-    access = None if tls is None else Access(tls, [service.descriptor for service in services])
+    access = None if tls is None else tls.access([service.descriptor for service in services])
     statuses = ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES))
     server = grpc.aio.server(
         interceptors=[_Guard(statuses, access)],

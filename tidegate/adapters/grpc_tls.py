@@ -32,18 +32,10 @@ from cryptography import x509
 from google.protobuf.descriptor import ServiceDescriptor
 
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, REVOKED, CertsError, Credential
-from tidegate.certs.identity import Identity, Party
+from tidegate.certs.identity import Identity, NotAllowed, NotAuthenticated, Party
 from tidegate.v1 import access_pb2
 
 AuthContext = Mapping[str, Iterable[bytes]]
-
-
-class NotAuthenticated(RuntimeError):
-    """The caller's credential is not believed."""
-
-
-class NotAllowed(RuntimeError):
-    """The caller is who he says, and may not call this."""
 
 
 class Credentials:
@@ -75,6 +67,10 @@ class Credentials:
     def for_channel(self) -> grpc.ChannelCredentials:
         own = self.now()
         return grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
+
+    def access(self, services: Sequence[ServiceDescriptor]) -> Access:
+        """Who may call a server of this credential."""
+        return Access(self, services)
 
     def _server_now(self) -> grpc.ServerCertificateConfiguration:
         own = self.now()

@@ -24,6 +24,14 @@ class BadIdentity(ValueError):
     """The text names nobody."""
 
 
+class NotAuthenticated(RuntimeError):
+    """The caller's credential is not believed."""
+
+
+class NotAllowed(RuntimeError):
+    """The caller is who he says, and may not call this."""
+
+
 class Party(StrEnum):
     """Of the schema's `Party`: `PARTY_<NAME>` there."""
 
