@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tidegate.certs.job_credentials import issue_job_credentials
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.runtime.service import connect_bus
+from tidegate.types import job_id
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -24,6 +26,8 @@ async def scheduler_process(config: JobConfig) -> AsyncIterator[asyncio.subproce
     await (await connect_bus(config, name="launcher", opens_after=0)).close()
     folder = JobFolder.of(config)
     (logs := folder.attempt().logs).mkdir(parents=True, exist_ok=True)
+    (memory := Path(config.runtime.host_memory_root)).mkdir(exist_ok=True)
+    issue_job_credentials(memory, job_id(config.job))
     folder.config.write_text(config.to_json())
     with (logs / "scheduler.out").open("ab") as out:
         process = await asyncio.create_subprocess_exec(

@@ -22,7 +22,10 @@ from services.scheduler.shell.peers import Peers
 from services.scheduler.shell.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.identity import Party
+from tidegate.certs.job_credentials import credential_folder, job_identity
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
@@ -43,15 +46,16 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
     policy = policy_of(config.scheduler)
     policy.check(job_spec(config))
     stopping = await stop_signal()
-    job, folder = job_id(config.job), JobFolder.of(config)
+    job, folder, host_memory = job_id(config.job), JobFolder.of(config), Path(config.runtime.host_memory_root)
+    tls = Credentials(credential_folder(host_memory, Party.SCHEDULER))
     async with contextlib.AsyncExitStack() as closing:
         bus = await connect_bus(config, name=SOURCE)
         closing.push_async_callback(bus.close)
         store: Store = redis_store(config.servers.redis_url)
         closing.push_async_callback(store.aclose)
-        channels = Channels(default_timeout_s=config.runtime.command_deadline_s)
+        channels = Channels(default_timeout_s=config.runtime.command_deadline_s, tls=tls)
         closing.push_async_callback(channels.close)
-        peers = Peers(channels)
+        peers = Peers(channels, job_identity(job))
 
         async def gate_reports() -> GateReports:
             return await peers.gate_reports(await told_by_bus(bus.events, bus.copies, job))
@@ -89,9 +93,10 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         )
         descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
         served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))
-        server = await serve([served], "127.0.0.1:0")
+        server = await serve([served], "127.0.0.1:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
-        write_endpoint(folder.endpoint, endpoint=server.endpoint, pid=os.getpid())
+        credential = credential_folder(host_memory, Party.OPERATOR)
+        write_endpoint(folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credential)
         structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, boot=boot, pid=os.getpid())
         await service.run(stopping)
 

@@ -161,10 +161,10 @@ def test_a_result_of_any_bytes_is_read_or_refused(folder: JobFolder, content: by
 
 
 @fuzzed
-@given(content=damaged_json([{"control": "127.0.0.1:4000", "pid": 3}]))
+@given(content=damaged_json([{"control": "127.0.0.1:4000", "pid": 3, "credential": "/dev/shm/none"}]))
 def test_an_endpoint_of_any_bytes_is_read_or_is_none(folder: JobFolder, content: bytes) -> None:
     folder.endpoint.write_bytes(content)
-    assert isinstance(value_or_refusal(read_endpoint, folder, NotRunning), str | None)
+    assert value_or_refusal(read_endpoint, folder, NotRunning) is None, "its credential is nowhere"
 
 
 @fuzzed

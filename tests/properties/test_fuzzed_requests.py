@@ -29,6 +29,8 @@ from tests.properties.fuzzing import WORDS, fuzzed, messages, value_or_refusal
 from tests.unit.runtime.served_component import Served, served
 from tests.unit.scheduler.shell.controlled import Controlled, controlled
 from tidegate.adapters.grpc_server import serve
+from tidegate.certs.identity import Identity
+from tidegate.certs.job_credentials import job_identity
 from tidegate.codec import MAX_SAMPLES, check_parts
 from tidegate.ports.rpc import PeerRefused
 from tidegate.runtime.launch import LaunchRefused, WorkerFds, WorkerProcess, WorkerSpec
@@ -255,7 +257,7 @@ class AnsweredCall:
     def __init__(self, answer: Message) -> None:
         self._answer = answer
 
-    def connect(self, endpoint: str) -> AnsweredCall:
+    def connect(self, endpoint: str, peer: Identity) -> AnsweredCall:
         return self
 
     def unary_unary(self, *_: Any, **__: Any) -> Callable[..., Awaitable[Message]]:
@@ -271,7 +273,7 @@ class AnsweredCall:
 @given(messages(instance_pb2.GateReportResponse, words=(*WORDS, *GPUS), whole=True))
 def test_a_report_of_a_gate_of_any_fields_is_taken_or_counts_as_none(report: instance_pb2.GateReportResponse) -> None:
     """The scheduler publishes it as an event, which it must be able to read."""
-    peers = Peers(AnsweredCall(report))  # type: ignore[arg-type]  # only `connect` is used
+    peers = Peers(AnsweredCall(report), job_identity(JOB))  # type: ignore[arg-type]  # only `connect` is used
     taken = value_or_refusal(lambda _: asyncio.run(peers.ask_gate("at-n0", 1.0)), None, PeerRefused)
     if taken is None:
         return

@@ -38,6 +38,7 @@ from typing import Any
 import yaml
 
 from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt, read_record
+from tidegate.certs.job_credentials import issue_job_credentials
 from tidegate.checkpoint_names import set_aside
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.schedule import rules_of, schedule_of
@@ -49,6 +50,7 @@ from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
 from tidegate.lr.checkpoint import decoded, resumed
 from tidegate.lr.errors import ForeignCheckpoint, LrError
+from tidegate.types import job_id
 
 _TOKENIZER_SUM = "tokenizer_sha256"
 _RECORDED_PACKAGES = ("tidegate", "torch", "megatron-core")
@@ -135,6 +137,7 @@ def claim_folder(
             _empty(folder.root)
         with _host_memory(host_memory_folder(job.config)):
             try:
+                issue_job_credentials(host_memory_folder(job.config), job_id(job.config.job))
                 config = _prepare_folder(folder, job)
                 record = _record(start, boot, checkpoint, folder.tokenizer)
                 attempt = begin_attempt(

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.authority import CertsError
+from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.lock import launcher_pid
@@ -30,10 +34,10 @@ class NotRunning(LookupError):
 async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
     """A stub of the job's Control API, after a first answer. NotRunning when it gives none, then or later."""
     job = folder.root.name
-    endpoint = read_endpoint(folder)
-    channels = Channels(default_timeout_s=CALL_TIMEOUT_S)
+    endpoint, tls = read_endpoint(folder)
+    channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
-        stub = control_pb2_grpc.ControlStub(channels.connect(endpoint))
+        stub = control_pb2_grpc.ControlStub(channels.connect(endpoint, SCHEDULER))
         try:
             await stub.GetJob(control_pb2.GetJobRequest(job=job))
             yield stub
@@ -43,14 +47,19 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
         await channels.close()
 
 
-def read_endpoint(folder: JobFolder) -> str:
-    """`<host>:<port>`. NotRunning when there is none."""
+def read_endpoint(folder: JobFolder) -> tuple[str, Credentials]:
+    """`<host>:<port>`, and the credential for it. NotRunning when there is none."""
     try:
-        return typed(str, parse_json(folder.endpoint.read_bytes())["control"], "control")
+        fields = parse_json(folder.endpoint.read_bytes())
+        endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
     except FileNotFoundError as error:
         raise NotRunning(_why_no_endpoint(folder)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise NotRunning(f"{folder.endpoint} is not an endpoint yet ({error}); try again") from error
+    try:
+        return endpoint, Credentials(Path(credential))
+    except CertsError as error:
+        raise NotRunning(_why_no_answer(folder)) from error
 
 
 def _why_no_answer(folder: JobFolder) -> str:

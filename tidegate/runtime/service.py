@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -26,8 +27,11 @@ import structlog
 
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.identity import Party
+from tidegate.certs.job_credentials import credential_folder
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.gate import Gate
@@ -158,6 +162,7 @@ class _Instance:
     async def run(self) -> None:
         stopping = await stop_signal()
         config, times = self._config, self._config.runtime
+        tls = Credentials(credential_folder(Path(times.host_memory_root), Party.JOB))
         job = load_job(config)
         async with contextlib.AsyncExitStack() as closing:
             bus = await connect_bus(config, name=self._name)
@@ -167,22 +172,23 @@ class _Instance:
             boot = await store.next_boot(self._job_id, self._name)
             source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)
             announcer = Announcer(bus.events, source, self._job_id)
-            channels = Channels(default_timeout_s=times.command_deadline_s)
+            channels = Channels(default_timeout_s=times.command_deadline_s, tls=tls)
             closing.push_async_callback(channels.close)
-            shards = GrpcShardSource(channels.connect)
+            connect_own = functools.partial(channels.connect, peer=tls.identity)
+            shards = GrpcShardSource(connect_own)
             snapshots = SnapshotStore(
                 snapshot_root(config, self._arguments.node), node=self._arguments.node, source=shards
             )
             local = await self._local_instance(snapshots, closing)
             component = ComponentServicer(self._job_id, self._lead_host, store)
             services = _services(component, InstanceServicer(local, boot=boot), WeightsServicer(snapshots))
-            server = await serve(services, "127.0.0.1:0")
+            server = await serve(services, "127.0.0.1:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
 
             def connect(instance: str, endpoint: str) -> InstancePort:
                 if instance == self._name:
                     return local
-                return RemoteInstance(channels.connect(endpoint), timeout_s=times.command_deadline_s)
+                return RemoteInstance(connect_own(endpoint), timeout_s=times.command_deadline_s)
 
             def make_lead() -> Lead:
                 crew = Crew(

@@ -328,8 +328,9 @@ def _lines_after(path: Path, offset: int) -> tuple[list[str], int]:
     return content[:end].decode(errors="replace").splitlines(), offset + end
 
 
-def write_endpoint(path: Path, *, endpoint: str, pid: int) -> None:
-    """Write the address of the Control API to a file that only this user can read."""
+def write_endpoint(path: Path, *, endpoint: str, pid: int, credential: Path) -> None:
+    """Write the address of the Control API, and the folder of the credential for it, to a file that only this user can
+    read."""
     path.touch(mode=0o600)
     path.chmod(0o600)
-    path.write_text(json.dumps({"control": endpoint, "pid": pid}) + "\n")
+    path.write_text(json.dumps({"control": endpoint, "pid": pid, "credential": str(credential)}) + "\n")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from services.scheduler.shell.requests import Request
 from services.scheduler.state.cluster_state import ClusterState
 from tidegate.adapters.grpc_client import Channels
+from tidegate.certs.identity import Identity
 from tidegate.codec import WireError, decode_gpu, decode_token
 from tidegate.gate import GateState
 from tidegate.ownership.adoption import GateReports
@@ -20,12 +21,15 @@ GATE_TIMEOUT_S = 2.0
 
 
 class Peers:
-    def __init__(self, channels: Channels) -> None:
+    """`job`: who answers for a lead or a gate."""
+
+    def __init__(self, channels: Channels, job: Identity) -> None:
         self._channels = channels
+        self._job = job
 
     async def send(self, endpoint: str, request: Request, timeout_s: float) -> commands_pb2.CommandResult:
         """The lead's answer. A refusal is an answer too. PeerUnavailable: the lead did not answer."""
-        stub = commands_pb2_grpc.ComponentStub(self._channels.connect(endpoint))
+        stub = commands_pb2_grpc.ComponentStub(self._channels.connect(endpoint, self._job))
         try:
             return await self._call(stub, request, timeout_s)
         except PeerRefused as refusal:
@@ -33,7 +37,7 @@ class Peers:
 
     async def ask_gate(self, endpoint: str, timeout_s: float) -> instance_pb2.GateReportResponse:
         """The gate's report. PeerUnavailable or PeerRefused: there is no report."""
-        stub = instance_pb2_grpc.InstanceStub(self._channels.connect(endpoint))
+        stub = instance_pb2_grpc.InstanceStub(self._channels.connect(endpoint, self._job))
         report = await stub.GateReport(instance_pb2.GateReportRequest(), timeout=timeout_s)
         try:
             _gate_states(report)

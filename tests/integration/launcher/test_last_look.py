@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from cli.views import LinesView, UnfailingStream
 from tests.unit.cli.configs import small_config
-from tests.unit.cli.schedulers import LeavingScheduler
+from tests.unit.cli.schedulers import LeavingScheduler, served
 from tidegate.job import JobFolder
 from tidegate.launcher.follow import JobFollower
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connect_bus
-from tidegate.v1 import control_pb2, control_pb2_grpc
+from tidegate.v1 import control_pb2
 
 
 class ReportingScheduler(LeavingScheduler):
@@ -34,18 +33,15 @@ async def test_a_run_that_is_stopped_has_the_schedulers_last_word_if_it_answers(
         config = small_config(tmp_path, servers={"nats_url": servers.nats.url, "redis_url": servers.store.url})
         folder = JobFolder.of(config)
         folder.root.mkdir(parents=True)
-        server = grpc.aio.server()
-        control_pb2_grpc.add_ControlServicer_to_server(ReportingScheduler(folder), server)
-        folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"}))
-        await server.start()
         bus = await connect_bus(config, name="test", opens_after=0)
         try:
-            if not is_there:
-                await server.stop(None)
-            with (tmp_path / "shown").open("w") as shown:
-                follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
-                await follower.look_once_more()
+            async with AsyncExitStack() as serving:
+                await serving.enter_async_context(served(folder, ReportingScheduler(folder)))
+                if not is_there:
+                    await serving.aclose()
+                with (tmp_path / "shown").open("w") as shown:
+                    follower = JobFollower(bus, config, folder, LinesView(UnfailingStream(shown)))
+                    await follower.look_once_more()
         finally:
             await bus.close()
-            await server.stop(None)
     assert follower.status.iteration == want

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from tidegate.adapters.grpc_server import ERROR_METADATA
+from services.scheduler.shell.control import write_endpoint
+from tidegate.adapters.grpc_server import ERROR_METADATA, Service, serve
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.identity import Party
+from tidegate.certs.job_credentials import credential_folder, issue_job_credentials
 from tidegate.job import JobFolder
 from tidegate.launcher.outcome import End, Outcome
+from tidegate.types import JobId
 from tidegate.v1 import control_pb2, control_pb2_grpc, events_pb2
 
 
@@ -170,12 +177,14 @@ def end_job(folder: JobFolder, rows: Iterable[control_pb2.ListEventsResponse], l
 
 @asynccontextmanager
 async def served(folder: JobFolder, scheduler: LeavingScheduler) -> AsyncIterator[None]:
-    server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(scheduler, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    folder.endpoint.write_text(json.dumps({"control": f"127.0.0.1:{port}"}))
+    """Within the block `control_of` finds the scheduler, as that of a live job."""
+    issue_job_credentials(folder.root, JobId(folder.root.name))
+    control = control_pb2.DESCRIPTOR.services_by_name["Control"]
+    service = Service(control, partial(control_pb2_grpc.add_ControlServicer_to_server, scheduler))
+    credential = partial(credential_folder, folder.root)
+    server = await serve([service], "127.0.0.1:0", tls=Credentials(credential(Party.SCHEDULER)))
+    write_endpoint(folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credential(Party.OPERATOR))
     try:
         yield
     finally:
-        await server.stop(None)
+        await server.stop(grace_s=0.0)

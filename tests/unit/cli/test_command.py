@@ -246,7 +246,7 @@ def test_an_endpoint_without_a_server_is_reported_as_a_killed_run(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (finished / "small" / "result.json").unlink()
-    (finished / "small" / "endpoint.json").write_text('{"control": "127.0.0.1:1", "pid": 1}')
+    (finished / "small" / "endpoint.json").write_text('{"control": "127.0.0.1:1", "pid": 1, "credential": "gone"}')
     assert main(["describe", "small", "--output-dir", str(finished)]) == 1
     assert "its run was killed" in capsys.readouterr().err
     assert (

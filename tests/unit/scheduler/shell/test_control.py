@@ -292,6 +292,7 @@ def test_only_this_user_may_read_where_the_control_api_answers(tmp_path: Path) -
     path = tmp_path / "endpoint.json"
     path.write_text("of an earlier run")
     path.chmod(0o644)
-    write_endpoint(path, endpoint="127.0.0.1:5", pid=42)
+    write_endpoint(path, endpoint="127.0.0.1:5", pid=42, credential=tmp_path / "operator")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert json.loads(path.read_text()) == {"control": "127.0.0.1:5", "pid": 42}
+    written = {"control": "127.0.0.1:5", "pid": 42, "credential": str(tmp_path / "operator")}
+    assert json.loads(path.read_text()) == written

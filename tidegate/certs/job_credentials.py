@@ -1,0 +1,44 @@
+"""The credentials of a job whose processes all run on this machine, as this user.
+
+They last as long as the job's folder in host memory: no key is ever on a disk. The authority is thrown away as soon as
+they are issued, so nobody can issue another one.
+
+    credentials/scheduler    the scheduler's, and the launcher's, who opens the job
+    credentials/job          that of all processes of the components
+    credentials/operator     for the commands of this user
+
+Invariants:
+- Who has none of them gets no answer from the job. [test_job: without_its_credential]
+- The authority's key is gone once they are issued. [test_job_credentials: nobody_can_issue_another]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tidegate.certs.authority import MOST_DAYS, Authority
+from tidegate.certs.identity import Identity, Party
+from tidegate.types import JobId
+
+_CLUSTER = "local"
+SCHEDULER = Identity(_CLUSTER, Party.SCHEDULER, "scheduler")
+OPERATOR = Identity(_CLUSTER, Party.OPERATOR, "user")
+
+
+def job_identity(job: JobId) -> Identity:
+    """Whoever answers for one of the job's components."""
+    return Identity(_CLUSTER, Party.JOB, job)
+
+
+def issue_job_credentials(host_memory: Path, job: JobId) -> None:
+    """Writes new ones into the job's folder in host memory. OSError."""
+    with TemporaryDirectory(dir=host_memory) as folder:
+        authority = Authority.create(Path(folder), _CLUSTER)
+        for identity in (SCHEDULER, job_identity(job), OPERATOR):
+            authority.issue(identity, credential_folder(host_memory, identity.party), days=MOST_DAYS)
+
+
+def credential_folder(host_memory: Path, party: Party) -> Path:
+    """Where the credential of one of the job's parties is."""
+    return host_memory / "credentials" / party
