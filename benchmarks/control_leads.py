@@ -22,11 +22,14 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.identity import Party
+from tidegate.certs.job_credentials import credential_folder
 from tidegate.checksums import combined_checksum
 from tidegate.codec import decode_grants, decode_layout, encode_layout, fate_of
 from tidegate.config.job_config import JobConfig
@@ -34,7 +37,7 @@ from tidegate.events import EventBody, EventSource
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancellation import end_task
-from tidegate.runtime.service import attach_when_adopted, connect_bus
+from tidegate.runtime.service import attach_when_adopted, connect_bus, connect_store
 from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, Role, SampleId, instance_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, events_pb2, types_pb2
 
@@ -262,14 +265,15 @@ class Leads:
 async def leads(config: JobConfig, *, works_s: float) -> AsyncIterator[Leads]:
     """Leads that serve and have submitted the job, once a scheduler has adopted the store."""
     bus = await connect_bus(config, name="leads")
-    store = await attach_when_adopted(redis_store(config.servers.redis_url))
+    store = await attach_when_adopted(connect_store(config))
     made = Leads(config, bus, store, works_s=works_s)
     commands = commands_pb2.DESCRIPTOR.services_by_name["Component"]
+    tls = Credentials(credential_folder(Path(config.runtime.host_memory_root), Party.JOB))
     servers = {}
     for role in Role:
         lead = Lead(role, made)  # type: ignore[abstract]  # this job has no other commands
         add_to = functools.partial(commands_pb2_grpc.add_ComponentServicer_to_server, lead)
-        servers[role] = await serve([Service(commands, add_to)], "127.0.0.1:0")
+        servers[role] = await serve([Service(commands, add_to)], "127.0.0.1:0", tls=tls)
     try:
         await made.begin({role: server.endpoint for role, server in servers.items()})
         yield made

@@ -34,6 +34,7 @@ import yaml
 from benchmarks.report import Report, arguments, publish
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_link import NatsLink
+from tidegate.certs.identity import Party
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
@@ -128,7 +129,9 @@ async def _follow(process: asyncio.subprocess.Process, folder: JobFolder, looks:
     link: NatsLink | None = None
     try:
         async with control_of(folder) as control:
-            link = await NatsLink.connect(JobConfig.read(folder.config).servers.nats_url, name="soak", deadline_s=5.0)
+            servers = JobConfig.read(folder.config).servers
+            credential = servers.nats_credential(Party.SCHEDULER)
+            link = await NatsLink.connect(servers.nats_url, name="soak", deadline_s=5.0, credential=credential)
             known, version = -1, 0
             while process.returncode is None:
                 request = control_pb2.GetJobRequest(job=JOB, known_state_version=version, wait_s=2.0)

@@ -67,6 +67,13 @@ def configure_logging(source: str, *, path: Path | None = None, level: str = "IN
         old.close()
     root.addHandler(handler)
     root.setLevel(levels[level])
+    logging.getLogger("asyncio").addFilter(_is_no_end_of_tls)
+
+
+def _is_no_end_of_tls(record: logging.LogRecord) -> bool:
+    """asyncio warns of each connection with TLS that ends, since its own StreamReaderProtocol answers as for one
+    without."""
+    return not record.getMessage().startswith("returning true from eof_received()")
 
 
 class _LogFile(logging.FileHandler):

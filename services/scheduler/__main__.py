@@ -23,7 +23,6 @@ from services.scheduler.shell.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
-from tidegate.adapters.redis_store import redis_store
 from tidegate.certs.identity import Party
 from tidegate.certs.job_credentials import credential_folder, job_identity
 from tidegate.config.job_config import JobConfig
@@ -34,7 +33,7 @@ from tidegate.moves_log import MovesLog
 from tidegate.ownership.adoption import GateReports
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
-from tidegate.runtime.service import STOP_GRACE_S, connect_bus, run_service, stop_signal
+from tidegate.runtime.service import STOP_GRACE_S, connect_bus, connect_store, run_service, stop_signal
 from tidegate.types import InstanceId, Role, job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -51,7 +50,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
     async with contextlib.AsyncExitStack() as closing:
         bus = await connect_bus(config, name=SOURCE)
         closing.push_async_callback(bus.close)
-        store: Store = redis_store(config.servers.redis_url)
+        store: Store = connect_store(config)
         closing.push_async_callback(store.aclose)
         channels = Channels(default_timeout_s=config.runtime.command_deadline_s, tls=tls)
         closing.push_async_callback(channels.close)

@@ -7,8 +7,14 @@ import ipaddress
 from pathlib import Path
 from typing import Any
 
+import grpc
+import nats
+import nats.errors
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
 
 from services.scheduler.evolve.recovering import recovered
 from services.scheduler.shell.codecs.state_codec import event_of
@@ -18,6 +24,9 @@ from services.scheduler.state.observed import Generation, Inferring, Training
 from simulator.calibration import fitted_values
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
+from tidegate.adapters.redis_keys import table_key
+from tidegate.config.job_config import JobConfig
+from tidegate.launcher.control import read_endpoint
 from tidegate.launcher.event_file import read_events
 from tidegate.recorded import recorded
 from tidegate.types import JobId, Role
@@ -36,10 +45,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return asyncio.run(made())
 
 
-async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(tmp_path: Path) -> None:
+async def test_a_job_trains_each_sample_once_listens_on_loopback_and_answers_nobody_without_its_credential(
+    tmp_path: Path,
+) -> None:
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(updated(1))
         sockets = _listening(job)
+        await assert_answers_nobody_without_its_credential(job)
         result = await job.result()
         assert len(sockets) >= 9, "seven services, NATS and the store listen at least"
         assert all(_is_loopback(host) for host in sockets), sockets
@@ -52,6 +64,35 @@ async def test_a_job_trains_each_sample_once_and_listens_on_loopback_only(tmp_pa
     summary = result["summary"]
     want = {"iterations": 3, "samples_generated": 96, "samples_trained": 96, "duplicates": 0, "lost": 0}
     assert {key: summary[key] for key in want} == want
+
+
+async def assert_answers_nobody_without_its_credential(job: RunningJob) -> None:
+    """Asks as another local user would, who knows every address."""
+    rows = read_events(job.folder.events)
+    joined = [row.event.instance_joined.endpoint for row in rows if row.event.HasField("instance_joined")]
+    endpoints = [read_endpoint(job.folder)[0], *joined]
+    assert len(endpoints) == 7
+    for endpoint in endpoints:
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    servers = JobConfig.read(job.folder.config).servers
+    with pytest.raises((nats.errors.Error, OSError)):
+        await nats.connect(servers.nats_url, allow_reconnect=False, error_cb=_ignored)
+    async with Redis.from_url(servers.redis_url, protocol=2) as redis:
+        with pytest.raises(AuthenticationError):
+            await redis.hgetall(table_key("gpus"))
+    found = [*job.folder.root.rglob("*.jsonl"), *job.folder.root.rglob("*.out"), *job.folder.root.rglob("*.yaml")]
+    text = "".join(path.read_text(errors="replace") for path in found)
+    text += "".join(" ".join(each.cmdline()) for each in job.processes())
+    memory = Path(JobConfig.read(job.folder.config).runtime.host_memory_root)
+    secrets = [path.read_text() for path in memory.glob("credentials/*/store.password")]
+    assert len(secrets) == 4
+    assert not [secret for secret in (*secrets, "PRIVATE KEY") if secret in text]
+
+
+async def _ignored(_: Exception) -> None:
+    """The error is raised too."""
 
 
 def assert_can_be_calibrated_from(job: RunningJob, result: dict[str, Any]) -> None:

@@ -128,6 +128,12 @@ def test_a_full_disk_that_has_the_file_of_stderr_too_breaks_nothing(
     assert log_path.read_text().splitlines()[-1].endswith('"event": "after"}')
 
 
+def test_asyncios_warning_of_each_connection_with_tls_that_ends_is_left_out(log_path: Path) -> None:
+    logging.getLogger("asyncio").warning("returning true from eof_received() has no effect when using ssl")
+    logging.getLogger("asyncio").warning("something else")
+    assert [json.loads(line)["event"] for line in log_path.read_text().splitlines()] == ["something else"]
+
+
 @contextmanager
 def full_disk(*, beyond_bytes: int) -> Iterator[None]:
     """No file of this process grows beyond this size."""

@@ -14,6 +14,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -59,10 +60,14 @@ class NatsBus:
         self.term = NatsTermRegister(link, writer=uuid.uuid4().hex)
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, limits: BusLimits | None = None) -> NatsBus:
-        """The server lists this client under `name`. BusUnavailable when the server does not answer in time."""
+    async def connect(
+        cls, url: str, *, name: str, limits: BusLimits | None = None, credential: Path | None = None
+    ) -> NatsBus:
+        """The server lists this client under `name`. `credential`: the folder of who connects. BusUnavailable when the
+        server does not answer in time. CertsError."""
         limits = limits or BusLimits()
-        return cls(await NatsLink.connect(url, name=name, deadline_s=limits.deadline_s), limits)
+        link = await NatsLink.connect(url, name=name, deadline_s=limits.deadline_s, credential=credential)
+        return cls(link, limits)
 
     async def close(self) -> None:
         await self._link.close()

@@ -21,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -33,6 +35,8 @@ from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeout
 
+from tidegate.adapters.permissions import inbox_prefix
+from tidegate.certs.authority import CA_CERT, CREDENTIAL, Credential
 from tidegate.logs import without_credentials
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge, StreamFull
 
@@ -81,6 +85,21 @@ class _Silence(_NoAnswerYet):
     """This attempt got no answer at all."""
 
 
+class _Proof:
+    """Shows a server who connects. The next connection shows a credential that was renewed meanwhile."""
+
+    def __init__(self, credential: Path) -> None:
+        identity = Credential.load(credential).identity
+        self._chain = credential / CREDENTIAL
+        self._context = ssl.create_default_context(cafile=credential / CA_CERT)
+        self._context.load_cert_chain(self._chain)
+        self.options: dict[str, Any] = {"tls": self._context, "inbox_prefix": inbox_prefix(identity)}
+
+    def renew(self) -> None:
+        with suppress(OSError):  # the old one stays: ssl.SSLError is an OSError
+            self._context.load_cert_chain(self._chain)
+
+
 class NatsLink:
     """`connect` makes it. A process needs one."""
 
@@ -89,8 +108,10 @@ class NatsLink:
         self._deadline_s = deadline_s
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, deadline_s: float) -> NatsLink:
-        """BusUnavailable when the server does not answer within the deadline."""
+    async def connect(cls, url: str, *, name: str, deadline_s: float, credential: Path | None = None) -> NatsLink:
+        """`credential`: the folder of who connects. BusUnavailable when the server does not answer within the deadline.
+        CertsError."""
+        proof = None if credential is None else _Proof(credential)
         log = structlog.get_logger("tidegate.nats").bind(server=without_credentials(url))
         reasons: list[str] = []
 
@@ -102,6 +123,8 @@ class NatsLink:
             # The library calls this at our own `close` too.
             if not connection.is_closed:
                 log.warning("nats_disconnected")
+                if proof is not None:
+                    proof.renew()
 
         async def on_reconnected() -> None:
             log.info("nats_reconnected")
@@ -115,6 +138,7 @@ class NatsLink:
             reconnected_cb=on_reconnected,
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept, so a fraction works
+            **({} if proof is None else proof.options),
         )
         try:
             await asyncio.wait_for(connecting, deadline_s)

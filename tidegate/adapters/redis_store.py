@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -29,12 +30,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from tidegate.adapters import tables as values
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
+from tidegate.adapters.permissions import store_user
+from tidegate.adapters.redis_keys import STORE_KEY, table_key
+from tidegate.certs.authority import CA_CERT, CREDENTIAL, Credential
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
 SOCKET_TIMEOUT_S = 1.0
 """A script takes under 3 ms (1,000 GPUs). A second without an answer is a stall or a partition."""
-_STORE_KEY = "{tidegate}:store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class RedisCells:
         await self._client.aclose()
 
     async def identity(self) -> Identity:
-        return _identity(await self._run(self._identity, [_STORE_KEY], []))
+        return _identity(await self._run(self._identity, [STORE_KEY], [], writes=False))
 
     async def read(
         self, session: Session | None, *, tables: tuple[str, ...] = (), cells: tuple[Cell, ...] = ()
@@ -76,7 +79,7 @@ class RedisCells:
         args: list[str | bytes | int] = [session.run_id if session else "", session.term if session else 0, len(tables)]
         for cell in cells:
             args += [keys.index(cell.table), cell.field]
-        answer = await self._run(self._read, keys.names, args)
+        answer = await self._run(self._read, keys.names, args, writes=False)
         _refuse(session, answer)
         whole = {table: _pairs(table, found) for table, found in zip(tables, answer[2], strict=True)}
         return Reading(int(answer[1]), whole, dict(zip(cells, answer[3], strict=True)))
@@ -99,15 +102,19 @@ class RedisCells:
 
     async def shut(self, expected: Identity) -> bool:
         args: list[str | bytes | int] = [expected.run_id, expected.adopted_run_id or "", expected.term]
-        return bool((await self._run(self._shut, [_STORE_KEY], args))[0] == b"ok")
+        return bool((await self._run(self._shut, [STORE_KEY], args))[0] == b"ok")
 
-    async def _run(self, script: Script, keys: list[str], args: list[str | bytes | int]) -> list[Any]:
+    async def _run(
+        self, script: Script, keys: list[str], args: list[str | bytes | int], *, writes: bool = True
+    ) -> list[Any]:
+        """A script that only reads is called as one, so that a user who may not write may call it."""
+        call = self._client.evalsha if writes else self._client.evalsha_ro
         try:
             try:
-                return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
+                return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
             except NoScriptError:  # the script did not run: the server restarted or never had it
                 await self._client.script_load(script.text)
-                return cast(list[Any], await self._client.evalsha(script.sha, len(keys), *keys, *args))
+                return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
         except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
             raise StoreUnavailable(
                 f"the store at {self._place} did not answer ({type(error).__name__}: {error}); whether a write took "
@@ -119,18 +126,22 @@ class RedisCells:
                     f"the store at {self._place} is a replica without its primary: {error}"
                 ) from error
             if "WRONGTYPE" in str(error):
-                raise values.damaged(f"one of the store's keys {', '.join(keys)} is no hash: {error}") from error
+                named = ", ".join(dict.fromkeys((STORE_KEY, *keys)))
+                raise values.damaged(f"one of the store's keys {named} is no hash: {error}") from error
             raise
 
 
-def redis_store(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
-    """A client of the server at `url` (redis://[user:password@]host:port/db). The first call connects it."""
-    return CellStore(redis_cells(url, socket_timeout_s=socket_timeout_s))
+def redis_store(url: str, *, credential: Path | None = None, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
+    """A client of the server at `url` (redis://[user:password@]host:port/db). The first call connects it.
+
+    `credential`: the folder of who connects, in place of the URL's user and password. CertsError."""
+    return CellStore(redis_cells(url, credential=credential, socket_timeout_s=socket_timeout_s))
 
 
-def redis_cells(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> RedisCells:
+def redis_cells(url: str, *, credential: Path | None = None, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> RedisCells:
     client = Redis.from_url(
         url,
+        **_proof(url, credential),
         socket_timeout=socket_timeout_s,
         socket_connect_timeout=socket_timeout_s,
         retry=Retry(NoBackoff(), 0),
@@ -141,15 +152,28 @@ def redis_cells(url: str, *, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> Redi
     return RedisCells(client, place=place)
 
 
+def _proof(url: str, credential: Path | None) -> dict[str, Any]:
+    """What shows the server who connects: user and password, and the certificate where it speaks TLS."""
+    if credential is None:
+        return {}
+    own = Credential.load(credential)
+    proof: dict[str, Any] = {"username": store_user(own.identity), "password": own.store_password}
+    if url.startswith("rediss:"):
+        # The library reads the files at each connection, so that a renewed certificate counts.
+        proof["ssl_ca_certs"] = str(credential / CA_CERT)
+        proof["ssl_certfile"] = proof["ssl_keyfile"] = str(credential / CREDENTIAL)
+    return proof
+
+
 class _Keys:
-    """The keys of one script call: the store's own first, then each table once, in the order of use."""
+    """The keys of one script call: each table once, in the order of use."""
 
     def __init__(self, tables: tuple[str, ...]) -> None:
-        self.names = [_STORE_KEY, *(f"{{tidegate}}:{table}" for table in tables)]
+        self.names = [table_key(table) for table in tables]
 
     def index(self, table: str) -> int:
         """The table's index in KEYS, which Lua counts from 1."""
-        name = f"{{tidegate}}:{table}"
+        name = table_key(table)
         if name not in self.names:
             self.names.append(name)
         return self.names.index(name) + 1

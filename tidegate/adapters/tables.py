@@ -75,6 +75,11 @@ def boot_cell(job: JobId, instance: InstanceId) -> Cell:
     return Cell(boots_of(job), instance)
 
 
+def tables_of(job: JobId) -> tuple[str, ...]:
+    """The tables that are of one job alone."""
+    return (leases_of(job), boots_of(job), *(f"{kind}:{job}" for kind in ("leads", "closed", "commands")))
+
+
 def open_cell(transition: Transition) -> Cell:
     return Cell("open", transition.id)
 

@@ -11,6 +11,7 @@ A credential's folder, which is copied to where it is used:
     ca.pem              the authority's certificate
     credential.pem      key and certificate. One file, so that no reader ever has the one without the other
     revoked.json
+    store.password      the password of its user in Redis, the same as long as the folder lasts
 
 Keys are of the curve P-256. A certificate serves for both ends of a connection. Its beginning is an hour ago, since
 clocks differ. To renew is to issue again under the same identity: a server reads its files at each connection, so that
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -49,6 +51,7 @@ from tidegate.certs.identity import Identity, Party
 from tidegate.json_text import parse_json
 
 CA_CERT, CA_KEY, CREDENTIAL, REVOKED, ISSUED = "ca.pem", "ca.key", "credential.pem", "revoked.json", "issued.jsonl"
+STORE_PASSWORD = "store.password"
 MOST_DAYS = 825
 """No certificate but the authority's lasts longer. Browsers and many libraries take none that does."""
 _AUTHORITY_DAYS = 3650
@@ -79,6 +82,7 @@ class Credential:
     cert: bytes
     key: bytes
     ends: datetime
+    store_password: str
     revoked: frozenset[int] = frozenset()
 
     @classmethod
@@ -92,6 +96,7 @@ class Credential:
             found = x509.load_pem_x509_certificate(begin + cert)
             identity = identity_of(found)
             found.verify_directly_issued_by(x509.load_pem_x509_certificate(ca))
+            store_password = (folder / STORE_PASSWORD).read_text()
             fits = load_pem_private_key(key, None).public_key() == found.public_key()
         except (OSError, ValueError, TypeError, x509.ExtensionNotFound) as error:
             raise CertsError(f"the credential in {folder} cannot be read ({error}): issue it again") from error
@@ -104,7 +109,8 @@ class Credential:
                 f"the credential of {identity} in {folder} ended on {found.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: "
                 "renew it with tidegate certs issue"
             )
-        return cls(identity, ca, begin + cert, key, found.not_valid_after_utc, _read_revoked(folder))
+        revoked = _read_revoked(folder)
+        return cls(identity, ca, begin + cert, key, found.not_valid_after_utc, store_password, revoked)
 
 
 class Authority:
@@ -179,6 +185,8 @@ class Authority:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(folder / CA_CERT, self._cert.public_bytes(Encoding.PEM), mode=0o644)
         _write(folder / REVOKED, _revoked_text(self._revoked()), mode=0o644)
+        if not (folder / STORE_PASSWORD).exists():
+            _write(folder / STORE_PASSWORD, secrets.token_urlsafe(32).encode())
         _write(folder / CREDENTIAL, _pem(key) + cert.public_bytes(Encoding.PEM))
         return Issued(cert.serial_number, identity, ends)
 

@@ -6,6 +6,7 @@ they are issued, so nobody can issue another one.
     credentials/scheduler    the scheduler's, and the launcher's, who opens the job
     credentials/job          that of all processes of the components
     credentials/operator     for the commands of this user
+    credentials/node         that of the embedded servers
 
 Invariants:
 - Who has none of them gets no answer from the job. [test_job: without_its_credential]
@@ -24,6 +25,8 @@ from tidegate.types import JobId
 _CLUSTER = "local"
 SCHEDULER = Identity(_CLUSTER, Party.SCHEDULER, "scheduler")
 OPERATOR = Identity(_CLUSTER, Party.OPERATOR, "user")
+SERVERS = Identity(_CLUSTER, Party.NODE, "servers")
+LOOPBACK = "127.0.0.1"
 
 
 def job_identity(job: JobId) -> Identity:
@@ -35,10 +38,16 @@ def issue_job_credentials(host_memory: Path, job: JobId) -> None:
     """Writes new ones into the job's folder in host memory. OSError."""
     with TemporaryDirectory(dir=host_memory) as folder:
         authority = Authority.create(Path(folder), _CLUSTER)
-        for identity in (SCHEDULER, job_identity(job), OPERATOR):
-            authority.issue(identity, credential_folder(host_memory, identity.party), days=MOST_DAYS)
+        for identity in (SCHEDULER, job_identity(job), OPERATOR, SERVERS):
+            to = credential_folder(host_memory, identity.party)
+            authority.issue(identity, to, addresses=[LOOPBACK] if identity is SERVERS else [], days=MOST_DAYS)
+
+
+def credentials_folder(host_memory: Path) -> Path:
+    """It has a folder for each party."""
+    return host_memory / "credentials"
 
 
 def credential_folder(host_memory: Path, party: Party) -> Path:
     """Where the credential of one of the job's parties is."""
-    return host_memory / "credentials" / party
+    return credentials_folder(host_memory) / party

@@ -137,7 +137,7 @@ def claim_folder(
             _empty(folder.root)
         with _host_memory(host_memory_folder(job.config)):
             try:
-                issue_job_credentials(host_memory_folder(job.config), job_id(job.config.job))
+                _issue_credentials(host_memory_folder(job.config), job)
                 config = _prepare_folder(folder, job)
                 record = _record(start, boot, checkpoint, folder.tokenizer)
                 attempt = begin_attempt(
@@ -329,6 +329,16 @@ def _host_memory(folder: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _issue_credentials(host_memory: Path, job: Job) -> None:
+    try:
+        issue_job_credentials(host_memory, job_id(job.config.job))
+    except OSError as error:
+        raise CannotStart(
+            f"the job's credentials cannot be written to {host_memory} ({error}): make room there, or set "
+            "runtime.host_memory_root to another folder"
+        ) from error
 
 
 def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:

@@ -15,9 +15,12 @@ from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.authority import CertsError
+from tidegate.certs.identity import Party
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
+from tidegate.config.sections.job import ServersSection
 from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
@@ -33,11 +36,11 @@ async def check_servers(config: JobConfig, start: Start) -> None:
     """CannotStart when a server of the config does not answer, has an older run, or cannot be embedded."""
     job = JobId(config.job)
     if config.servers.nats_url:
-        await _check_nats(config.servers.nats_url, job, start)
+        await _check_nats(config.servers, job, start)
     else:
         _check_package(NATS)
     if config.servers.redis_url:
-        await _check_redis(config.servers.redis_url, job, start)
+        await _check_redis(config.servers, job, start)
     else:
         _check_package(VALKEY)
 
@@ -89,10 +92,14 @@ def masked(url: str) -> str:
     return f"{head.partition('://')[0]}://***@{tail}" if at else url
 
 
-async def _check_nats(url: str, job: JobId, start: Start) -> None:
+async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None:
+    url, credential = servers.nats_url, servers.nats_credential(Party.SCHEDULER)
     _check_scheme(url, key="servers.nats_url", schemes=("nats", "tls"))
     try:
-        bus = await NatsBus.connect(url, name="tidegate-preflight", limits=BusLimits(deadline_s=ANSWER_TIMEOUT_S))
+        limits = BusLimits(deadline_s=ANSWER_TIMEOUT_S)
+        bus = await NatsBus.connect(url, name="tidegate-preflight", limits=limits, credential=credential)
+    except CertsError as error:
+        raise CannotStart(f"servers.nats_credentials={servers.nats_credentials}: {error}") from error
     except BusUnavailable as error:
         raise CannotStart(f"servers.nats_url={masked(url)}: {error}; or leave it empty for an embedded one") from error
     try:
@@ -109,9 +116,13 @@ async def _check_nats(url: str, job: JobId, start: Start) -> None:
         await bus.close()
 
 
-async def _check_redis(url: str, job: JobId, start: Start) -> None:
+async def _check_redis(servers: ServersSection, job: JobId, start: Start) -> None:
+    url, credential = servers.redis_url, servers.redis_credential(Party.SCHEDULER)
     _check_scheme(url, key="servers.redis_url", schemes=("redis", "rediss", "unix"))
-    store = redis_store(url, socket_timeout_s=ANSWER_TIMEOUT_S)
+    try:
+        store = redis_store(url, credential=credential, socket_timeout_s=ANSWER_TIMEOUT_S)
+    except CertsError as error:
+        raise CannotStart(f"servers.redis_credentials={servers.redis_credentials}: {error}") from error
     try:
         identity = await store.identity()
         if start is Start.RESUME or not identity.is_open:

@@ -21,7 +21,7 @@ Files of the job, over all its attempts:
   tensorboard/      metrics of iterations and evaluations, if the config asks for tracking; wandb/ likewise
   reference/        the reference policy of the KL term, if there is one
   tokenizer.json    the tokenizer in use; its tokenizer_config.json is beside it, if it came with one
-  endpoint.json     the address of the live job; private, removed when the job is over
+  endpoint.json     the address of the live job and where its credential is; private, removed when the job is over
   launcher.lock     locked while the job runs
   nodes/            NODE/gate/: which process may use each GPU; removed with servers/
   engines/          NODE/INDEX/: config and log of the engine's server on that slot, if it has one

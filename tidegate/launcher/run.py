@@ -28,10 +28,11 @@ import structlog
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.attempts import end_attempt
+from tidegate.certs.identity import Party
+from tidegate.certs.job_credentials import credential_folder, credentials_folder
 from tidegate.config.checks.pace import budget_fault
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.schedule import lr_summary
-from tidegate.config.sections.job import ServersSection
 from tidegate.config.sections.record import tracking_faults
 from tidegate.events import EventSource
 from tidegate.job import Job, JobFolder, load_job
@@ -61,6 +62,7 @@ from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceEnd
+from tidegate.runtime.server_kinds import ServerGuard
 from tidegate.runtime.service import connect_bus
 from tidegate.timeline import Window, read_spans, write_trace
 from tidegate.types import job_id
@@ -274,12 +276,17 @@ class _Run:
         if urls.nats_url and urls.redis_url:
             return await self._with_services()
         self._view.step("NATS and Redis")
-        async with EmbeddedServers(self._folder.servers) as servers:
+        memory = Path(self._config.runtime.host_memory_root)
+        own, *users = (credential_folder(memory, party) for party in (Party.NODE, Party.SCHEDULER, Party.JOB))
+        async with EmbeddedServers(self._folder.servers, guard=ServerGuard.of(own, *users)) as servers:
             raise_if_cancelled()
-            found = ServersSection(
-                nats_url=urls.nats_url or servers.nats.url, redis_url=urls.redis_url or servers.store.url
-            )
-            self._config = self._config.model_copy(update={"servers": found})
+            job_credentials = str(credentials_folder(memory))
+            found: dict[str, str] = {}
+            if not urls.nats_url:
+                found |= {"nats_url": servers.nats.url, "nats_credentials": job_credentials}
+            if not urls.redis_url:
+                found |= {"redis_url": servers.store.url, "redis_credentials": job_credentials}
+            self._config = self._config.model_copy(update={"servers": urls.model_copy(update=found)})
             write_private(self._folder.config, self._config.to_json())
             return await _first_of(self._with_services(), self._servers_died(servers))
 

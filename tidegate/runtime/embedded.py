@@ -27,9 +27,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, packaged_binary
+from tidegate.runtime.server_kinds import NATS, VALKEY, ServerGuard, ServerKind, packaged_binary
 
 START_TIMEOUT_S = 20.0
 """Both answer within 0.1 s. To read the log of a long job again takes seconds."""
@@ -66,9 +67,11 @@ class EmbeddedServer:
         *,
         port: int | None,
         stop_grace_s: float,
+        guard: ServerGuard | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._kind = kind
+        self._guard = guard
         self._env = {**os.environ, **(env or {})}
         self._stop_grace_s = stop_grace_s
         self._folder = folder
@@ -87,7 +90,8 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"{self._kind.url_scheme}://127.0.0.1:{self.port}"
+        scheme = self._kind.url_scheme if self._guard is None else self._kind.guarded_scheme
+        return f"{scheme}://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -159,7 +163,7 @@ class EmbeddedServer:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.is_running and time.monotonic() < deadline_s:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # not listening yet: ask again
-                if await self._kind.is_ready(port, self.pid):
+                if await self._kind.is_ready(port, self.pid, self._guard):
                     return
             await asyncio.sleep(_POLL_S)
         ended = "did not answer" if self.is_running else f"exited with status {self._running_process().poll()}"
@@ -177,7 +181,7 @@ class EmbeddedServer:
         tie = [sys.executable, "-I", "-S", str(program), str(os.getpid())]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*tie, str(binary), *self._kind.arguments(self._folder, port)],
+                [*tie, str(binary), *self._kind.arguments(self._folder, port, self._guard)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -196,16 +200,19 @@ class EmbeddedServers:
         self,
         folder: Path,
         *,
+        guard: ServerGuard | None = None,
         nats_port: int | None = None,
         store_port: int | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         store_env: Mapping[str, str] | None = None,
     ) -> None:
-        """`store_env` is added to the environment of the store's server."""
+        """Without a `guard` any process of this machine may connect. `store_env` is added to the environment of the
+        store's server."""
         self._folder = folder.absolute()
         self._lock_fd = -1
-        self.nats = EmbeddedServer(NATS, self._folder, port=nats_port, stop_grace_s=stop_grace_s)
-        self.store = EmbeddedServer(VALKEY, self._folder, port=store_port, stop_grace_s=stop_grace_s, env=store_env)
+        made = partial(EmbeddedServer, folder=self._folder, stop_grace_s=stop_grace_s, guard=guard)
+        self.nats = made(NATS, port=nats_port)
+        self.store = made(VALKEY, port=store_port, env=store_env)
 
     async def __aenter__(self) -> EmbeddedServers:
         await self.start()

@@ -107,8 +107,10 @@ async def stop_signal() -> asyncio.Event:
     return stopping
 
 
-async def connect_bus(config: JobConfig, *, name: str, opens_after: int | None = None) -> NatsBus:
-    """The job's bus, with the limits that all its processes share.
+async def connect_bus(
+    config: JobConfig, *, name: str, party: Party = Party.SCHEDULER, opens_after: int | None = None
+) -> NatsBus:
+    """The job's bus, with the limits that all its processes share, for who belongs to `party`.
 
     `opens_after`: makes the job's streams where they are not there, its events after this sequence. Only the launcher
     does: a service that finds none ends with JobNotOpen, because the bus has lost its data under it.
@@ -121,7 +123,8 @@ async def connect_bus(config: JobConfig, *, name: str, opens_after: int | None =
         samples_max_bytes=bounds.samples_max_bytes,
         dead_max_bytes=bounds.dead_max_bytes,
     )
-    bus = await NatsBus.connect(config.servers.nats_url, name=name, limits=limits)
+    servers = config.servers
+    bus = await NatsBus.connect(servers.nats_url, name=name, limits=limits, credential=servers.nats_credential(party))
     job = job_id(config.job)
     try:
         if opens_after is None:
@@ -132,6 +135,11 @@ async def connect_bus(config: JobConfig, *, name: str, opens_after: int | None =
         await bus.close()
         raise
     return bus
+
+
+def connect_store(config: JobConfig, party: Party = Party.SCHEDULER) -> Store:
+    """The store, for who belongs to `party`. CertsError."""
+    return redis_store(config.servers.redis_url, credential=config.servers.redis_credential(party))
 
 
 async def attach_when_adopted(store: Store) -> Store:
@@ -165,9 +173,9 @@ class _Instance:
         tls = Credentials(credential_folder(Path(times.host_memory_root), Party.JOB))
         job = load_job(config)
         async with contextlib.AsyncExitStack() as closing:
-            bus = await connect_bus(config, name=self._name)
+            bus = await connect_bus(config, name=self._name, party=Party.JOB)
             closing.push_async_callback(bus.close)
-            store: Store = await attach_when_adopted(redis_store(config.servers.redis_url))
+            store: Store = await attach_when_adopted(connect_store(config, Party.JOB))
             closing.push_async_callback(store.aclose)
             boot = await store.next_boot(self._job_id, self._name)
             source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)

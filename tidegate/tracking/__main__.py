@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 
 from tidegate.adapters.nats_bus import NatsBus
+from tidegate.certs.identity import Party
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.logs import configure_logging, without_credentials
@@ -58,7 +59,8 @@ async def run(config: JobConfig, *, attempt: int, boot: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     log = structlog.get_logger(SOURCE)
     outlets = open_outlets(config, attempt=attempt, boot=boot)
-    bus = await NatsBus.connect(config.servers.nats_url, name=SOURCE)
+    credential = config.servers.nats_credential(Party.JOB)
+    bus = await NatsBus.connect(config.servers.nats_url, name=SOURCE, credential=credential)
     try:
         tracker = Tracker(bus.events, job_id(config.job), outlets, boot=boot)
         following = asyncio.create_task(tracker.follow(), name="follow")

@@ -16,8 +16,13 @@ from redis.exceptions import RedisError
 from tests.chaos.faults.fault import Fault
 from tests.chaos.variants import Variant
 from tests.chaos.world import NotThere, World
-
-_TABLES = "{tidegate}:*"
+from tests.server_credentials import redis_options
+from tidegate.adapters.redis_keys import table_key
+from tidegate.adapters.tables import tables_of
+from tidegate.certs.authority import CertsError
+from tidegate.certs.identity import Party
+from tidegate.config.sections.job import ServersSection
+from tidegate.types import JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +52,25 @@ class InCell(Fault):
 
     async def inflict(self, world: World) -> str:
         world.running()
-        client = Redis.from_url(_url(world.root))
+        servers = _servers(world.root)
+        client: Redis | None = None
         try:
-            key, field = await self._cell(client)
+            client = Redis.from_url(servers.redis_url, **redis_options(servers.redis_credential(Party.SCHEDULER)))
+            key, field = await self._cell(client, JobId(world.name))
             await client.hset(key, field, bytes.fromhex(self.payload))
-        except RedisError as error:
+        except (OSError, RedisError, CertsError) as error:
             raise NotThere(f"Redis: {error}") from error
         finally:
-            await client.aclose()
+            if client is not None:
+                await client.aclose()
         world.remedies.append(lambda: shutil.rmtree(world.root / "servers", ignore_errors=True))
         return f"{len(self.payload) // 2} bytes in {key} {field}"
 
-    async def _cell(self, client: Redis) -> tuple[str, str]:
+    async def _cell(self, client: Redis, job: JobId) -> tuple[str, str]:
         found = []
-        async for key in client.scan_iter(_TABLES):
-            if await client.type(key) == b"hash":
-                fields = await client.hkeys(key)
-                found += [(_text(key), _text(field)) for field in fields]
+        for table in (*tables_of(job), "gpus", "open", "states", "store"):
+            fields = await client.hgetall(table_key(table))
+            found += [(table_key(table), _text(field)) for field in fields]
         if not found:
             raise NotThere("the store has no cell")
         found.sort()
@@ -74,11 +81,11 @@ def _text(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def _url(root: Path) -> str:
+def _servers(root: Path) -> ServersSection:
     try:
-        url = str(json.loads((root / "config.json").read_text())["servers"]["redis_url"])
+        servers = ServersSection.model_validate(json.loads((root / "config.json").read_text())["servers"])
     except (OSError, ValueError, KeyError) as error:
         raise NotThere(f"config.json: {error}") from error
-    if not url:
+    if not servers.redis_url:
         raise NotThere("config.json has no URL of Redis yet: the server starts")
-    return url
+    return servers

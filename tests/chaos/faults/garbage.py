@@ -21,6 +21,9 @@ import psutil
 from tests.chaos.faults.fault import Fault
 from tests.chaos.variants import Variant
 from tests.chaos.world import NotThere, World
+from tests.server_credentials import nats_options
+from tidegate.certs.identity import Party
+from tidegate.config.sections.job import ServersSection
 
 _FOREIGN_PROMPT = 99_999
 """No iteration has it."""
@@ -62,9 +65,10 @@ class OnSubject(Fault):
 
     async def inflict(self, world: World) -> str:
         subject = self.subject.format(job=world.name)
-        url = _servers(world)["nats_url"]
+        servers = _servers(world)
         try:
-            client = await nats.connect(url, allow_reconnect=False, connect_timeout=2)
+            proof = nats_options(servers.nats_credential(Party.SCHEDULER))
+            client = await nats.connect(servers.nats_url, allow_reconnect=False, connect_timeout=2, **proof)
         except (OSError, TimeoutError, nats.errors.Error) as error:
             raise NotThere(f"NATS: {error}") from error
         try:
@@ -137,7 +141,6 @@ def _config(world: World) -> dict[str, Any]:
     return loaded
 
 
-def _servers(world: World) -> dict[str, str]:
+def _servers(world: World) -> ServersSection:
     world.running()
-    servers: dict[str, str] = _config(world)["servers"]
-    return servers
+    return ServersSection.model_validate(_config(world)["servers"])

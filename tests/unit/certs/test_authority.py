@@ -46,10 +46,13 @@ def test_a_renewed_credential_takes_the_place_of_the_old_one_and_both_are_known(
     authority: Authority, tmp_path: Path
 ) -> None:
     first = authority.issue(NODE, tmp_path / "n0")
+    password = Credential.load(tmp_path / "n0").store_password
     second = authority.issue(NODE, tmp_path / "n0", days=1)
+    assert Credential.load(tmp_path / "n0").store_password == password, "its user in Redis stays"
     assert Credential.load(tmp_path / "n0").ends.date() == second.ends.date() != first.ends.date()
     assert authority.issued() == [first, second]
-    assert sorted(path.name for path in (tmp_path / "n0").iterdir()) == ["ca.pem", "credential.pem", "revoked.json"]
+    files = ["ca.pem", "credential.pem", "revoked.json", "store.password"]
+    assert sorted(path.name for path in (tmp_path / "n0").iterdir()) == files
 
 
 def test_what_is_revoked_is_in_every_later_credential(authority: Authority, tmp_path: Path) -> None:

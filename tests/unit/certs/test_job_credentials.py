@@ -40,6 +40,7 @@ def test_nobody_can_issue_another_once_a_jobs_credentials_are_there(tmp_path: Pa
         Party.SCHEDULER,
         Party.JOB,
         Party.OPERATOR,
+        Party.NODE,
     }
 
 

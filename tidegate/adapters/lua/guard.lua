@@ -1,9 +1,12 @@
--- Prefixed to the other scripts. KEYS[1] is the store's own hash (run_id and term of the last adoption).
+-- Prefixed to the other scripts. The store's own hash has run_id and term of the last adoption. It is none of KEYS where
+-- a script writes other tables: then the caller needs no right to write it.
+local STORE = '{tidegate}:store'
+
 -- A script compares the run id of the server that executes it. So a server that restarted, or a replica that was
 -- promoted, refuses until it is adopted.
 local function identity()
   local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-  local adopted = redis.call('HMGET', KEYS[1], 'run_id', 'term')
+  local adopted = redis.call('HMGET', STORE, 'run_id', 'term')
   return run_id, adopted[1] or '', adopted[2] or '0'
 end
 

@@ -7,5 +7,5 @@ if adopted == actual or tonumber(ARGV[4]) <= tonumber(adopted_term) then
   return {'conflict'}
 end
 write(5, #ARGV)
-redis.call('HSET', KEYS[1], 'run_id', actual, 'term', ARGV[4])
+redis.call('HSET', STORE, 'run_id', actual, 'term', ARGV[4])
 return {'ok'}

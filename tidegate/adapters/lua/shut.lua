@@ -3,5 +3,5 @@ local actual, adopted, adopted_term = identity()
 if actual ~= ARGV[1] or adopted ~= ARGV[2] or adopted_term ~= ARGV[3] then
   return {'conflict'}
 end
-redis.call('HSET', KEYS[1], 'run_id', '')
+redis.call('HSET', STORE, 'run_id', '')
 return {'ok'}

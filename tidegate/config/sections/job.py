@@ -6,6 +6,7 @@ checked version.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -265,6 +266,19 @@ class ServersSection(_Section):
 
     nats_url: str = ""
     redis_url: str = ""
+    nats_credentials: str = ""
+    """The folder in which `scheduler/` and `job/` are credentials, as `tidegate certs issue` makes them. The job's
+    processes show them to the server. Empty: what the URL says. An embedded server takes the job's own."""
+    redis_credentials: str = ""
+    """The same for Redis, whose users have the passwords in these folders."""
+
+    def nats_credential(self, party: str) -> Path | None:
+        """The folder of a party's credential."""
+        return Path(self.nats_credentials) / party if self.nats_credentials else None
+
+    def redis_credential(self, party: str) -> Path | None:
+        """The folder of a party's credential."""
+        return Path(self.redis_credentials) / party if self.redis_credentials else None
 
 
 class JobSections(_Section):
