@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import nats
+import pytest
 
 from tests.e2e.jobs import Condition, generating, running, small_job
 from tests.e2e.lineage import expected_draws, trained_draws
@@ -22,6 +23,7 @@ def _event_of_kind(body: str) -> Condition:
     return lambda event: event.WhichOneof("body") == body
 
 
+@pytest.mark.long
 async def test_a_poison_message_pauses_the_job_until_it_is_dropped(tmp_path: Path) -> None:
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(generating(0))

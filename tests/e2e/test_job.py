@@ -108,6 +108,7 @@ def assert_can_be_calibrated_from(job: RunningJob, result: dict[str, Any]) -> No
     assert 0 < found["costs.sync.fixed_s"] < max(each.seconds for each in run.iterations)
 
 
+@pytest.mark.long
 async def test_the_same_seed_gives_the_same_samples_and_the_same_weights(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

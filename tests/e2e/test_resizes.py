@@ -42,6 +42,7 @@ async def resize(job: RunningJob, layout: Layout, *gpus: str) -> None:
     assert ended.WhichOneof("body") == "layout_committed", ended.resize_failed.message
 
 
+@pytest.mark.long
 async def test_an_actor_grows_moves_and_shrinks_while_the_job_goes_on(tmp_path: Path) -> None:
     changes = {"cluster__component_placement__actor": "0-1", "actor__layout": {"tp": 2}, "actor__standby": "4-5"}
     async with running(small_job("resized", **changes, algorithm__iterations=4), tmp_path) as job:
