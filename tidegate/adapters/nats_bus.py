@@ -29,7 +29,7 @@ from tidegate.adapters.nats_consumer import (
     stored_sequence,
 )
 from tidegate.adapters.nats_copies import ROLL_UP, NatsStateCopies
-from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
+from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, num_replicas
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.adapters.response_feed import ResponseFeed
 from tidegate.codec import WireError, check_event, check_group, check_response, decode_event
@@ -57,7 +57,7 @@ class NatsBus:
         self.events = NatsEventLog(link, limits, self.dead_letters)
         self.copies = NatsStateCopies(link, limits)
         self.samples = NatsSampleStream(link, limits, self.dead_letters)
-        self.term = NatsTermRegister(link, writer=uuid.uuid4().hex)
+        self.term = NatsTermRegister(link, limits, writer=uuid.uuid4().hex)
 
     @classmethod
     async def connect(
@@ -79,7 +79,7 @@ class NatsJobStreams:
         self._limits = limits
 
     async def open_job(self, job: JobId, *, after_sequence: int = 0) -> None:
-        limits = self._limits
+        limits, replicas = self._limits, num_replicas(self._link, self._limits)
         streams = (
             (subjects.events_stream(job), _event_subjects(job), "events_max_bytes", limits.event_window_s),
             (subjects.samples_stream(job), [subjects.job_samples(job)], "samples_max_bytes", limits.event_window_s),
@@ -87,7 +87,7 @@ class NatsJobStreams:
         )
         for stream, names, key, window_s in streams:
             max_bytes = getattr(limits, key)
-            config = _stream_config(stream, names, max_bytes, window_s)
+            config = _stream_config(stream, names, max_bytes, window_s) | {"num_replicas": replicas}
             if after_sequence and stream == subjects.events_stream(job):
                 config["first_seq"] = after_sequence + 1
             try:
@@ -112,7 +112,6 @@ def _stream_config(stream: str, names: list[str], max_bytes: int, window_s: floa
         "retention": "limits",
         "discard": "new",
         "storage": "file",
-        "num_replicas": 1,
         "max_bytes": max_bytes,
         "max_msgs": -1,
         "max_msgs_per_subject": -1,

@@ -38,7 +38,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from tidegate.adapters.permissions import inbox_prefix
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Credential
 from tidegate.logs import without_credentials
-from tidegate.ports.bus import BusUnavailable, JobNotOpen, MessageTooLarge, StreamFull
+from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen, MessageTooLarge, StreamFull
 
 T = TypeVar("T")
 
@@ -67,6 +67,10 @@ _BATCH_BYTES = 64 * 2**20
 _READ_BATCH = 256
 # A dead letter adds this much to a message (subject, reason). It is kept free below the server's limit.
 DEAD_LETTER_HEADROOM_BYTES = 4096
+
+
+# A majority of three outlives the death of one.
+_COPIES = 3
 
 
 class NatsRefused(RuntimeError):
@@ -103,9 +107,12 @@ class _Proof:
 class NatsLink:
     """`connect` makes it. A process needs one."""
 
-    def __init__(self, connection: Client, *, deadline_s: float) -> None:
+    def __init__(self, connection: Client, *, deadline_s: float, num_servers: int = 1) -> None:
         self._connection = connection
         self._deadline_s = deadline_s
+        self._num_servers = num_servers
+        self._replicated: dict[str, bool] = {}
+        """By stream: whether a copy may answer that is behind."""
 
     @classmethod
     async def connect(cls, url: str, *, name: str, deadline_s: float, credential: Path | None = None) -> NatsLink:
@@ -130,8 +137,9 @@ class NatsLink:
             log.info("nats_reconnected")
 
         connection = Client()
+        servers = url.split(",")
         connecting = connection.connect(
-            url,
+            servers,
             name=name,
             error_cb=on_error,
             disconnected_cb=on_disconnected,
@@ -148,7 +156,14 @@ class NatsLink:
                 f"NATS at {without_credentials(url)} did not answer within {deadline_s:g} s ({reason}); "
                 "check the URL and that the server runs with JetStream on (-js)"
             ) from failure
-        return cls(connection, deadline_s=deadline_s)
+        return cls(connection, deadline_s=deadline_s, num_servers=len(servers))
+
+    @property
+    def num_servers(self) -> int:
+        """Those that were named, or that the server names. One that is away may be in neither."""
+        # The library keeps no count: what it discovered leaves out what was named.
+        named: list[str] = self._connection._server_info.get("connect_urls") or []
+        return max(self._num_servers, len(named))
 
     async def close(self) -> None:
         """Works while the server is away too. Unsent messages are given up; their callers have got BusUnavailable."""
@@ -286,12 +301,21 @@ class NatsLink:
 
         async def attempt(_: float) -> list[Msg]:
             try:
-                return await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
+                found = await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
             except NatsRefused as nobody:
                 await self.require_stream(stream)
                 raise _NoAnswerYet("the stream does not respond") from nobody
+            if not found and await self._has_more(stream, from_sequence):
+                raise _NoAnswerYet("a copy of the stream that is behind has answered")
+            return found
 
         return await self._until_deadline(subject, attempt)
+
+    async def _has_more(self, stream: str, from_sequence: int) -> bool:
+        """Whether the stream's leader has what a copy of it did not have."""
+        if stream not in self._replicated:
+            self._replicated[stream] = int((await self.require_stream(stream))["config"]["num_replicas"]) > 1
+        return self._replicated[stream] and await self.next_on(stream, ">", from_sequence=from_sequence) is not None
 
     async def last_on(self, stream: str, subject: str) -> bytes | None:
         """The payload of the last message on a subject. None where there is none. JobNotOpen."""
@@ -433,3 +457,10 @@ def _not_open(stream: str, refused: NatsRefused) -> Exception:
     if refused.err_code != STREAM_NOT_FOUND:
         return refused
     return JobNotOpen(f"there is no stream {stream}: the job was not opened on this bus; call open_job first")
+
+
+def num_replicas(link: NatsLink, limits: BusLimits) -> int:
+    """The copies that a stream of ours has."""
+    if limits.num_replicas is not None:
+        return limits.num_replicas
+    return _COPIES if link.num_servers >= _COPIES else 1

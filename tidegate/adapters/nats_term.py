@@ -7,16 +7,17 @@ import base64
 import structlog
 
 from tidegate.adapters import subjects
-from tidegate.adapters.nats_link import NO_MESSAGE_FOUND, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused
+from tidegate.adapters.nats_link import NO_MESSAGE_FOUND, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, num_replicas
 from tidegate.adapters.subjects import TERM_STREAM, TERM_SUBJECT
-from tidegate.ports.bus import StaleTerm
+from tidegate.ports.bus import BusLimits, StaleTerm
 
 _NS = 10**9
 
 
 class NatsTermRegister:
-    def __init__(self, link: NatsLink, *, writer: str) -> None:
+    def __init__(self, link: NatsLink, limits: BusLimits, *, writer: str) -> None:
         self._link = link
+        self._limits = limits
         self._writer = writer
         self._log = structlog.get_logger("term")
 
@@ -64,7 +65,7 @@ class NatsTermRegister:
                 "retention": "limits",
                 "discard": "new",
                 "storage": "file",
-                "num_replicas": 1,
+                "num_replicas": num_replicas(self._link, self._limits),
                 "max_msgs_per_subject": 1,
                 "max_consumers": -1,
                 "max_msgs": -1,

@@ -24,7 +24,7 @@ from tidegate.adapters.redis_keys import STORE_KEY, table_key
 from tidegate.certs.identity import Identity, Party
 from tidegate.types import JobId, job_id
 
-_COMMANDS = "-@all +evalsha +evalsha_ro +hdel +hget +hgetall +hmget +hset +info +ping +script|load +time"
+_COMMANDS = "-@all +evalsha +evalsha_ro +hdel +hget +hgetall +hmget +hset +info +ping +script|load +time +wait"
 """Those of the scripts, and those that call them."""
 
 

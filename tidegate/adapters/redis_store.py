@@ -8,6 +8,10 @@ Invariants:
 - A call ends within the socket timeouts. A call without an answer raises StoreUnavailable.
   [test_redis_store: given_up_in_bounded_time]
 
+With replicas to wait for (WAIT), a write counts once so many have it. Where fewer answer in time, its outcome is unknown.
+Nothing that this client reads afterwards counts before replicas have that write too: else a repeat would find it done,
+and a failover would lose it. [test_redis_failover: a_write_that_no_replica_has_is_unknown]
+
 The client library retries nothing, because silent retries hide unknown outcomes: one call hung 9.6 s in a partition.
 """
 
@@ -22,6 +26,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
@@ -32,12 +37,15 @@ from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Reading, Session, not_adopted
 from tidegate.adapters.permissions import store_user
 from tidegate.adapters.redis_keys import STORE_KEY, table_key
+from tidegate.adapters.redis_url import RedisUrl
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Credential
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity
 
 SOCKET_TIMEOUT_S = 1.0
 """A script takes under 3 ms (1,000 GPUs). A second without an answer is a stall or a partition."""
+WAIT_SHARE = 0.5
+"""The part of this time in which replicas have to answer. The rest is the primary's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +63,22 @@ class Script:
 
 
 class RedisCells:
-    """`Cells` of a Redis server. `place` names the server in errors."""
+    """`Cells` of a Redis server. `place` names the server in errors. `num_replicas`: those that have a write before it
+    counts, within `wait_ms`."""
 
-    def __init__(self, client: Redis, *, place: str) -> None:
+    def __init__(self, client: Redis, *, place: str, num_replicas: int = 0, wait_ms: int = 0) -> None:
         self._client = client
         self._place = place
+        self._num_replicas = num_replicas
+        self._wait_ms = wait_ms
+        self._unsettled: str | None = None
+        """A key of the last write that too few replicas had."""
         self._identity = Script.load("identity")
         self._read = Script.load("read")
         self._swap = Script.load("swap")
         self._open = Script.load("open")
         self._shut = Script.load("shut")
+        self._settle = Script.load("settle")
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -108,13 +122,14 @@ class RedisCells:
         self, script: Script, keys: list[str], args: list[str | bytes | int], *, writes: bool = True
     ) -> list[Any]:
         """A script that only reads is called as one, so that a user who may not write may call it."""
-        call = self._client.evalsha if writes else self._client.evalsha_ro
         try:
-            try:
-                return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
-            except NoScriptError:  # the script did not run: the server restarted or never had it
-                await self._client.script_load(script.text)
-                return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
+            if self._unsettled is not None:
+                await self._written(self._settle, [self._unsettled], [])
+            if writes and self._num_replicas:
+                return await self._written(script, keys, args)
+            return await self._called(script, keys, args, writes=writes)
+        except StoreUnavailable:
+            raise
         except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError) as error:
             raise StoreUnavailable(
                 f"the store at {self._place} did not answer ({type(error).__name__}: {error}); whether a write took "
@@ -130,39 +145,107 @@ class RedisCells:
                 raise values.damaged(f"one of the store's keys {named} is no hash: {error}") from error
             raise
 
+    async def _called(
+        self, script: Script, keys: list[str], args: list[str | bytes | int], *, writes: bool
+    ) -> list[Any]:
+        call = self._client.evalsha if writes else self._client.evalsha_ro
+        try:
+            return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
+        except NoScriptError:  # the script did not run: the server restarted or never had it
+            await self._client.script_load(script.text)
+            return cast(list[Any], await call(script.sha, len(keys), *keys, *args))
 
-def redis_store(url: str, *, credential: Path | None = None, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> CellStore:
-    """A client of the server at `url` (redis://[user:password@]host:port/db). The first call connects it.
+    async def _written(self, script: Script, keys: list[str], args: list[str | bytes | int]) -> list[Any]:
+        """Calls the script and waits for the replicas, on one connection. StoreUnavailable where too few have it."""
+        self._unsettled = keys[0] if keys else STORE_KEY
+        answer, num_acknowledged = await self._and_wait(script, keys, args)
+        if isinstance(answer, NoScriptError):
+            await self._client.script_load(script.text)
+            answer, num_acknowledged = await self._and_wait(script, keys, args)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer[0] == b"ok" and num_acknowledged < self._num_replicas:
+            raise StoreUnavailable(
+                f"the store at {self._place} wrote, but {num_acknowledged} of {self._num_replicas} replicas have it "
+                f"after {self._wait_ms} ms, so a failover may lose it: call again, and see that its replicas run"
+            )
+        self._unsettled = None
+        return answer
 
-    `credential`: the folder of who connects, in place of the URL's user and password. CertsError."""
-    return CellStore(redis_cells(url, credential=credential, socket_timeout_s=socket_timeout_s))
+    async def _and_wait(
+        self, script: Script, keys: list[str], args: list[str | bytes | int]
+    ) -> tuple[list[Any] | Exception, int]:
+        async with self._client.pipeline(transaction=False) as both:
+            both.evalsha(script.sha, len(keys), *keys, *args)
+            both.wait(self._num_replicas, self._wait_ms)
+            answer, num_acknowledged = await both.execute(raise_on_error=False)
+        if isinstance(num_acknowledged, Exception):
+            raise num_acknowledged
+        return answer, int(num_acknowledged)
 
 
-def redis_cells(url: str, *, credential: Path | None = None, socket_timeout_s: float = SOCKET_TIMEOUT_S) -> RedisCells:
-    client = Redis.from_url(
-        url,
-        **_proof(url, credential),
-        socket_timeout=socket_timeout_s,
-        socket_connect_timeout=socket_timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
-    where = client.connection_pool.connection_kwargs
-    place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
-    return RedisCells(client, place=place)
+def redis_store(
+    url: str,
+    *,
+    credential: Path | None = None,
+    num_replicas: int | None = None,
+    socket_timeout_s: float = SOCKET_TIMEOUT_S,
+) -> CellStore:
+    """A client of the server at `url`, which `RedisUrl` reads. The first call connects it.
+
+    - `credential`: the folder of who connects, in place of the URL's user and password. CertsError.
+    - `num_replicas`: those that have a write before it counts. None: one where Sentinels are asked, else none.
+    """
+    cells = redis_cells(url, credential=credential, num_replicas=num_replicas, socket_timeout_s=socket_timeout_s)
+    return CellStore(cells)
 
 
-def _proof(url: str, credential: Path | None) -> dict[str, Any]:
+def redis_cells(
+    url: str,
+    *,
+    credential: Path | None = None,
+    num_replicas: int | None = None,
+    socket_timeout_s: float = SOCKET_TIMEOUT_S,
+) -> RedisCells:
+    found = RedisUrl.parse(url)
+    options: dict[str, Any] = {
+        "socket_timeout": socket_timeout_s,
+        "socket_connect_timeout": socket_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    proof = _proof(found, credential)
+    if found.sentinels:
+        told: dict[str, Any] = {**options, **_tls_of(found, proof)}
+        asked = Sentinel(found.sentinels, sentinel_kwargs=told, **options)  # type: ignore[no-untyped-call]
+        login: dict[str, Any] = {**found.login, **proof}
+        client = asked.master_for(found.primary, redis_class=Redis, **login)
+        place = f"{found.primary} of the Sentinels {', '.join(f'{host}:{port}' for host, port in found.sentinels)}"
+    else:
+        client = Redis.from_url(url, **{**options, **proof})
+        where = client.connection_pool.connection_kwargs
+        place = where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
+    waits_for = num_replicas if num_replicas is not None else int(bool(found.sentinels))
+    return RedisCells(client, place=place, num_replicas=waits_for, wait_ms=round(socket_timeout_s * 1000 * WAIT_SHARE))
+
+
+def _proof(url: RedisUrl, credential: Path | None) -> dict[str, Any]:
     """What shows the server who connects: user and password, and the certificate where it speaks TLS."""
+    tls: dict[str, Any] = {"ssl": True} if url.has_tls and url.sentinels else {}
     if credential is None:
-        return {}
+        return tls
     own = Credential.load(credential)
-    proof: dict[str, Any] = {"username": store_user(own.identity), "password": own.store_password}
-    if url.startswith("rediss:"):
+    proof: dict[str, Any] = {"username": store_user(own.identity), "password": own.store_password, **tls}
+    if url.has_tls:
         # The library reads the files at each connection, so that a renewed certificate counts.
         proof["ssl_ca_certs"] = str(credential / CA_CERT)
         proof["ssl_certfile"] = proof["ssl_keyfile"] = str(credential / CREDENTIAL)
     return proof
+
+
+def _tls_of(url: RedisUrl, proof: Mapping[str, Any]) -> dict[str, Any]:
+    """What Sentinels are shown: they have no users of ours."""
+    return {name: value for name, value in proof.items() if name.startswith("ssl")} if url.has_tls else {}
 
 
 class _Keys:

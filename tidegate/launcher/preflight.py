@@ -11,10 +11,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import re
 from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.adapters.redis_url import BadRedisUrl
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Party
 from tidegate.config.engines.kind import Environment
@@ -30,6 +32,7 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackag
 from tidegate.types import JobId
 
 ANSWER_TIMEOUT_S = 3.0
+_LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:
@@ -87,14 +90,14 @@ async def check_weights(job: Job) -> None:
 
 
 def masked(url: str) -> str:
-    """The URL without its user and password."""
-    head, at, tail = url.rpartition("@")
-    return f"{head.partition('://')[0]}://***@{tail}" if at else url
+    """The URL, or several with commas between, without user and password."""
+    return _LOGIN.sub("***@", url)
 
 
 async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None:
     url, credential = servers.nats_url, servers.nats_credential(Party.SCHEDULER)
-    _check_scheme(url, key="servers.nats_url", schemes=("nats", "tls"))
+    for each in url.split(","):
+        _check_scheme(each, key="servers.nats_url", schemes=("nats", "tls"))
     try:
         limits = BusLimits(deadline_s=ANSWER_TIMEOUT_S)
         bus = await NatsBus.connect(url, name="tidegate-preflight", limits=limits, credential=credential)
@@ -118,9 +121,10 @@ async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None
 
 async def _check_redis(servers: ServersSection, job: JobId, start: Start) -> None:
     url, credential = servers.redis_url, servers.redis_credential(Party.SCHEDULER)
-    _check_scheme(url, key="servers.redis_url", schemes=("redis", "rediss", "unix"))
     try:
         store = redis_store(url, credential=credential, socket_timeout_s=ANSWER_TIMEOUT_S)
+    except BadRedisUrl as error:
+        raise CannotStart(f"servers.redis_url={masked(url)}: {error}") from error
     except CertsError as error:
         raise CannotStart(f"servers.redis_credentials={servers.redis_credentials}: {error}") from error
     try:

@@ -112,6 +112,8 @@ class BusLimits:
     deadline_s: float = 15.0
     # The newest events stay, for those who read the log later. 2048 are those of some tens of iterations.
     kept_events: int = 2048
+    # The copies of each stream. None: three where there are three servers, else one.
+    num_replicas: int | None = None
 
 
 OnDeadLetter = Callable[[DeadLetter], Awaitable[None]]

@@ -122,6 +122,7 @@ async def connect_bus(
         events_max_bytes=bounds.events_max_bytes,
         samples_max_bytes=bounds.samples_max_bytes,
         dead_max_bytes=bounds.dead_max_bytes,
+        num_replicas=config.servers.nats_replicas,
     )
     servers = config.servers
     bus = await NatsBus.connect(servers.nats_url, name=name, limits=limits, credential=servers.nats_credential(party))
@@ -139,7 +140,9 @@ async def connect_bus(
 
 def connect_store(config: JobConfig, party: Party = Party.SCHEDULER) -> Store:
     """The store, for who belongs to `party`. CertsError."""
-    return redis_store(config.servers.redis_url, credential=config.servers.redis_credential(party))
+    servers = config.servers
+    credential = servers.redis_credential(party)
+    return redis_store(servers.redis_url, credential=credential, num_replicas=servers.redis_replicas)
 
 
 async def attach_when_adopted(store: Store) -> Store:

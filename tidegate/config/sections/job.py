@@ -265,7 +265,13 @@ class ServersSection(_Section):
     """URLs of real servers. Empty: the job starts embedded ones on free loopback ports."""
 
     nats_url: str = ""
+    """One or several, with commas between: the servers of one NATS cluster."""
     redis_url: str = ""
+    """Of one server, or of Sentinels that name the primary: redis+sentinel://host:port,host:port/NAME."""
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] | None = None
+    """The copies of each stream. None: three where the cluster has three servers, else one."""
+    redis_replicas: Count | None = None
+    """The replicas that have a write before it counts. None: one where Sentinels are asked, else none."""
     nats_credentials: str = ""
     """The folder in which `scheduler/` and `job/` are credentials, as `tidegate certs issue` makes them. The job's
     processes show them to the server. Empty: what the URL says. An embedded server takes the job's own."""

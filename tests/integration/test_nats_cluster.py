@@ -1,0 +1,56 @@
+"""A bus on three NATS servers: each stream has three copies, and the death of its leader loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nats
+import pytest
+
+from tests.replicated import Replicated
+from tidegate.adapters import subjects
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.events import EventSource
+from tidegate.ports.bus import BusLimits
+from tidegate.types import JobId
+from tidegate.v1 import events_pb2
+
+JOB = JobId("job")
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Replicated]:
+    async with Replicated(tmp_path / "servers", has_redis=False) as started:
+        yield started
+
+
+@pytest.mark.parametrize(("asked", "want"), [(None, 3), (1, 1)])
+async def test_streams_have_as_many_copies_as_are_asked_for(servers: Replicated, asked: int | None, want: int) -> None:
+    bus = await NatsBus.connect(servers.nats_url, name="test", limits=BusLimits(num_replicas=asked))
+    await bus.streams.open_job(JOB)
+    await bus.term.read()
+    client = await nats.connect(servers.nats_url.split(","))
+    for stream in (subjects.events_stream(JOB), subjects.samples_stream(JOB), subjects.TERM_STREAM):
+        info = await client.jetstream().stream_info(stream)
+        assert info.config.num_replicas == want, stream
+    await client.close()
+    await bus.close()
+
+
+async def test_the_death_of_a_leader_loses_no_event_and_no_term(servers: Replicated) -> None:
+    bus = await NatsBus.connect(servers.nats_url, name="test")
+    await bus.streams.open_job(JOB)
+    _, revision = await bus.term.read()
+    await bus.term.advance(expected_revision=revision, term=7)
+    source = EventSource("actor@n0", role=None, boot=1, now_ns=lambda: 1)
+    bodies = [events_pb2.Failed(what=events_pb2.Failed.WHAT_SAMPLE, message=f"{number}") for number in range(40)]
+    for body in bodies[:20]:
+        await bus.events.publish(source.event(body, job=JOB, incarnation=1))
+    servers.kill(await servers.leader_of(subjects.events_stream(JOB)))
+    for body in bodies[20:]:
+        await bus.events.publish(source.event(body, job=JOB, incarnation=1))
+    found = [each.failed.message async for _, each in bus.events.read(JOB)]
+    assert found == [body.message for body in bodies]
+    assert (await bus.term.read())[0] == 7
+    await bus.close()

@@ -1,0 +1,191 @@
+"""Replicated servers of one's own, on this machine: three of NATS, and a primary of valkey with replicas and Sentinels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import nats
+import nats.errors
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from tidegate.runtime.server_kinds import MAX_PAYLOAD_BYTES, NATS, VALKEY, packaged_binary
+
+PATIENCE_S = 60.0
+LOOK_EVERY_S = 0.05
+DOWN_AFTER_MS = 1000
+NUM_SERVERS = 3
+PRIMARY = "tidegate"
+
+
+class Replicated:
+    """`async with` runs them. A process is named by its kind and number, as in `nats1` and `valkey0`, which is the first
+    primary."""
+
+    def __init__(self, folder: Path, *, has_nats: bool = True, has_redis: bool = True) -> None:
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._has_nats, self._has_redis = has_nats, has_redis
+        ports = _free_ports(4 * NUM_SERVERS)
+        self.nats, self._routes, self.valkey, self._sentinels = (
+            ports[at : at + NUM_SERVERS] for at in range(0, len(ports), NUM_SERVERS)
+        )
+        self._commands: dict[str, list[str]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def nats_url(self) -> str:
+        return ",".join(f"nats://127.0.0.1:{port}" for port in self.nats)
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._sentinels)}/{PRIMARY}"
+
+    async def __aenter__(self) -> Replicated:
+        try:
+            if self._has_nats:
+                self._configure_nats()
+            if self._has_redis:
+                self._configure_redis()
+            for name in self._commands:
+                if not name.startswith("sentinel"):
+                    self.start(name)
+            if self._has_nats:
+                await until(self._nats_has_a_leader)
+            if self._has_redis:
+                # A Sentinel asks at its start who the replicas are, and then every ten seconds.
+                await until(self._has_replicas)
+                for number in range(NUM_SERVERS):
+                    self.start(f"sentinel{number}")
+                await until(self._sentinels_know_all)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    def start(self, name: str) -> None:
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                self._commands[name], cwd=self._folder / name, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def freeze(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGCONT)
+
+    async def primary(self) -> str:
+        """The name of the server that the Sentinels take for the primary."""
+        async with Redis(port=self._sentinels[-1], decode_responses=True) as sentinel:
+            _, port = cast(tuple[str, int], await sentinel.sentinel_get_master_addr_by_name(PRIMARY))
+        return f"valkey{self.valkey.index(int(port))}"
+
+    async def leader_of(self, stream: str) -> str:
+        """The NATS server that leads a stream."""
+        client = await nats.connect(self.nats_url.split(","))
+        try:
+            return str((await client.jetstream().stream_info(stream)).cluster.leader)  # type: ignore[union-attr]
+        finally:
+            await client.close()
+
+    def _configure_nats(self) -> None:
+        routes = [f"nats://127.0.0.1:{port}" for port in self._routes]
+        for number in range(NUM_SERVERS):
+            folder = self._made(f"nats{number}")
+            config: dict[str, Any] = {
+                "server_name": f"nats{number}",
+                "listen": f"127.0.0.1:{self.nats[number]}",
+                "max_payload": MAX_PAYLOAD_BYTES,
+                "jetstream": {"store_dir": str(folder / "store"), "sync_interval": "always"},
+                "cluster": {"name": "test", "listen": f"127.0.0.1:{self._routes[number]}", "routes": routes},
+            }
+            (folder / "nats.conf").write_text(json.dumps(config))
+            self._commands[f"nats{number}"] = [str(packaged_binary(NATS)), "--config", "nats.conf"]
+
+    def _configure_redis(self) -> None:
+        binary = str(packaged_binary(VALKEY))
+        for number, port in enumerate(self.valkey):
+            self._made(f"valkey{number}")
+            options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes"]
+            options += ["--appendfsync", "always", "--repl-diskless-sync-delay", "0"]
+            if number:
+                options += ["--replicaof", f"127.0.0.1 {self.valkey[0]}"]
+            self._commands[f"valkey{number}"] = [binary, *options]
+        for number, port in enumerate(self._sentinels):
+            folder = self._made(f"sentinel{number}")
+            (folder / "sentinel.conf").write_text(
+                f"port {port}\nbind 127.0.0.1\n"
+                f"sentinel monitor {PRIMARY} 127.0.0.1 {self.valkey[0]} 2\n"
+                f"sentinel down-after-milliseconds {PRIMARY} {DOWN_AFTER_MS}\n"
+                f"sentinel failover-timeout {PRIMARY} 5000\n"
+            )
+            self._commands[f"sentinel{number}"] = [binary, "sentinel.conf", "--sentinel"]
+
+    def _made(self, name: str) -> Path:
+        (folder := self._folder / name).mkdir()
+        return folder
+
+    async def _nats_has_a_leader(self) -> bool:
+        with suppress(OSError, TimeoutError, nats.errors.Error):
+            client = await nats.connect(self.nats_url.split(","), allow_reconnect=False, error_cb=_ignored)
+            try:
+                await client.jetstream().account_info()
+                return True
+            finally:
+                await client.close()
+        return False
+
+    async def _has_replicas(self) -> bool:
+        with suppress(RedisError, OSError):
+            async with Redis(port=self.valkey[0]) as primary:
+                seen: dict[str, Any] = await primary.info("replication")
+            return [seen.get(f"slave{number}", {}).get("state") for number in range(NUM_SERVERS - 1)] == ["online"] * 2
+        return False
+
+    async def _sentinels_know_all(self) -> bool:
+        for port in self._sentinels:
+            with suppress(RedisError, OSError):
+                async with Redis(port=port, decode_responses=True) as sentinel:
+                    seen = cast(dict[str, Any], await sentinel.sentinel_master(PRIMARY))
+                if seen["num-slaves"] == NUM_SERVERS - 1 and seen["num-other-sentinels"] == NUM_SERVERS - 1:
+                    continue
+            return False
+        return True
+
+
+def _free_ports(num: int) -> list[int]:
+    """All different: they are free together. A process that takes one of them meanwhile fails the test."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await holds():
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _ignored(_: Exception) -> None:
+    """A server that is not there yet."""
