@@ -1,0 +1,48 @@
+"""The time that a job loses when a replica of its stores dies: the primary of Redis, or the NATS server that leads its
+streams. Both have replicas on this machine (`tests/replicated.py`).
+
+A server dies after the first optimizer update of an iteration. The time lost is that of this iteration and the next one,
+from new weights to new weights, less twice the median of the job's other iterations.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.e2e.jobs import running, small_job, updated
+from tests.replicated import Replicated
+from tidegate.adapters import subjects
+from tidegate.types import JobId
+
+ITERATIONS = 7
+STRUCK = 2
+"""The iteration in which the server dies. The first ones warm up."""
+_TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
+_JOB = "plain"
+
+
+async def failover(folder: Path, server: str) -> dict[str, Any]:
+    """`server`: redis or nats. AssertionError where the job does not finish, or loses a sample."""
+    async with Replicated(folder / "servers") as servers:
+        urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
+        raw = small_job(_JOB, servers=urls, runtime=_TIMES, algorithm__iterations=ITERATIONS)
+        async with running(raw, folder) as job:
+            await job.until(updated(STRUCK))
+            killed = "valkey0" if server == "redis" else await servers.leader_of(subjects.events_stream(JobId(_JOB)))
+            servers.kill(killed)
+            summary = (await job.result())["summary"]
+    assert (summary["lost"], summary["duplicates"]) == (0, 0), summary
+    published = sorted(
+        event.occurred_unix_ns / 1e9 for event in job.events if event.WhichOneof("body") == "weights_published"
+    )
+    took_s = [later - earlier for earlier, later in pairwise(published)]
+    struck, others = took_s[STRUCK : STRUCK + 2], took_s[1:STRUCK] + took_s[STRUCK + 2 :]
+    return {
+        "case": f"{server} fails over",
+        "lost_s": sum(struck) - 2 * median(others),
+        "struck_iterations_s": [round(each, 2) for each in struck],
+        "other_iterations_s": [round(each, 2) for each in others],
+    }

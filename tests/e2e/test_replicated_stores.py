@@ -1,0 +1,44 @@
+"""A job on replicated servers: the death of the Redis primary or of the NATS server that leads its streams loses nothing,
+and the job comes to the same weights without a resume."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import running, small_job, updated
+from tests.e2e.lineage import expected_draws, trained_draws
+from tests.replicated import Replicated
+from tidegate.adapters import subjects
+from tidegate.types import JobId
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
+TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
+"""A failover takes seconds, so leases last as long as by default."""
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Replicated]:
+    async with Replicated(tmp_path / "own-servers") as started:
+        yield started
+
+
+async def test_the_deaths_of_a_primary_and_of_a_leader_of_streams_change_no_weight(
+    servers: Replicated, want_checksum: str, tmp_path: Path
+) -> None:
+    urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
+    async with running(small_job("plain", servers=urls, runtime=TIMES), tmp_path) as job:
+        await job.until(updated(0))
+        servers.kill("valkey0")
+        await job.until(updated(1))
+        servers.kill(await servers.leader_of(subjects.samples_stream(JobId("plain"))))
+        summary = (await job.result())["summary"]
+        assert trained_draws(job.folder.journal) == DRAWS
+        assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+        assert summary["weights_checksum"] == want_checksum
+        terms = {grant.token.term for event in job.events for grant in event.grants}
+        assert len(terms) == 2, "the new primary was adopted under a term of its own"
