@@ -2,11 +2,11 @@
 
 `tls_overhead`: the median time of one step of the control plane with credentials over that without. A step is what a
 command takes: a call to an instance, an event that NATS has on its disk, and a write that Redis has on its own. Both
-sides have servers of the same kind on this machine, and take turns, step by step. Redis has users on the one side and no
-TLS on either, because the embedded server has none.
+sides have servers of the same kind on this machine, and take turns, step by step. On the one side Redis has users; it
+has TLS on neither, because the embedded server has none.
 
-`failover_redis_s`, `failover_nats_s`: the time that a small job loses when the primary of Redis dies, or the NATS server
-that leads its events (`cluster_failover`).
+`failover_redis_s`, `failover_nats_s`: the time that a small job loses when the primary of Redis dies, or the NATS
+server that leads its events (`cluster_failover`).
 
 Submissions, lost nodes and many jobs are not measured yet.
 """
@@ -45,6 +45,7 @@ JOB, INSTANCE = JobId("bench"), InstanceId("actor@n0")
 STEPS, QUICK_STEPS = 2000, 200
 _WARM_UP = 50
 """Steps that do not count: the first ones connect."""
+OPEN = "open"
 PARTS = ("call", "event", "write")
 GOALS = {"tls_overhead": "<= 1.3"}
 
@@ -64,7 +65,6 @@ async def _no_gates() -> GateReports:
 @asynccontextmanager
 async def side(folder: Path, *, has_credentials: bool) -> AsyncIterator[Steps]:
     """Servers, an instance and their client."""
-    folder.mkdir()
     issue_job_credentials(folder, JOB)
     of = partial(credential_folder, folder)
     guard = ServerGuard.of(of(Party.NODE), of(Party.SCHEDULER), of(Party.JOB)) if has_credentials else None
@@ -101,10 +101,8 @@ async def measured(num_steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         async with AsyncExitStack() as closing:
             sides = {
-                name: await closing.enter_async_context(
-                    side(Path(folder) / name, has_credentials=name == "credentials")
-                )
-                for name in ("open", "credentials")
+                name: await closing.enter_async_context(side(_made(folder, name), has_credentials=name != OPEN))
+                for name in (OPEN, "credentials")
             }
             times: dict[str, list[list[float]]] = {name: [] for name in sides}
             for number in range(_WARM_UP + num_steps):
@@ -113,6 +111,11 @@ async def measured(num_steps: int) -> list[dict[str, Any]]:
                     if number >= _WARM_UP:
                         times[name].append(found)
     return [_case(name, found) for name, found in times.items()]
+
+
+def _made(folder: str, name: str) -> Path:
+    (made := Path(folder) / name).mkdir()
+    return made
 
 
 async def _milliseconds(act: Callable[[], Awaitable[Any]]) -> float:

@@ -1,8 +1,8 @@
 """The time that a job loses when a replica of its stores dies: the primary of Redis, or the NATS server that leads its
 streams. Both have replicas on this machine (`tests/replicated.py`).
 
-A server dies after the first optimizer update of an iteration. The time lost is that of this iteration and the next one,
-from new weights to new weights, less twice the median of the job's other iterations.
+A server dies after the first optimizer update of an iteration. The time lost is that of this iteration and the next
+one, from new weights to new weights, less twice the median of the job's other iterations.
 """
 
 from __future__ import annotations

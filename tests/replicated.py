@@ -1,4 +1,4 @@
-"""Replicated servers of one's own, on this machine: three of NATS, and a primary of valkey with replicas and Sentinels."""
+"""Replicated servers on this machine: three of NATS, and a primary of valkey with replicas and Sentinels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRIMARY = "tidegate"
 
 
 class Replicated:
-    """`async with` runs them. A process is named by its kind and number, as in `nats1` and `valkey0`, which is the first
+    """`async with` runs them. A process is named by its kind and number, as in `nats1` and `valkey0`, the first
     primary."""
 
     def __init__(self, folder: Path, *, has_nats: bool = True, has_redis: bool = True) -> None:
@@ -183,7 +183,9 @@ def _free_ports(num: int) -> list[int]:
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not await holds():
+        while True:
+            if await holds():
+                return
             await asyncio.sleep(LOOK_EVERY_S)
 
 

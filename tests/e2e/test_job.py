@@ -82,13 +82,17 @@ async def assert_answers_nobody_without_its_credential(job: RunningJob) -> None:
     async with Redis.from_url(servers.redis_url, protocol=2) as redis:
         with pytest.raises(AuthenticationError):
             await redis.hgetall(table_key("gpus"))
-    found = [*job.folder.root.rglob("*.jsonl"), *job.folder.root.rglob("*.out"), *job.folder.root.rglob("*.yaml")]
-    text = "".join(path.read_text(errors="replace") for path in found)
-    text += "".join(" ".join(each.cmdline()) for each in job.processes())
+    assert_no_secret_is_written_anywhere(job)
+
+
+def assert_no_secret_is_written_anywhere(job: RunningJob) -> None:
+    found = [path for kind in ("*.jsonl", "*.out", "*.yaml", "*.json") for path in job.folder.root.rglob(kind)]
+    texts = [path.read_text(errors="replace") for path in found]
+    texts += [" ".join(each.cmdline()) for each in job.processes()]
     memory = Path(JobConfig.read(job.folder.config).runtime.host_memory_root)
     secrets = [path.read_text() for path in memory.glob("credentials/*/store.password")]
     assert len(secrets) == 4
-    assert not [secret for secret in (*secrets, "PRIVATE KEY") if secret in text]
+    assert not [secret for secret in (*secrets, "PRIVATE KEY") if any(secret in text for text in texts)]
 
 
 async def _ignored(_: Exception) -> None:

@@ -1,5 +1,5 @@
-"""A job on replicated servers: the death of the Redis primary or of the NATS server that leads its streams loses nothing,
-and the job comes to the same weights without a resume."""
+"""A job on replicated servers: the death of the Redis primary and of the NATS server that leads its streams loses
+nothing, and the job comes to the same weights without a resume."""
 
 from __future__ import annotations
 

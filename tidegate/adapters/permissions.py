@@ -1,17 +1,16 @@
 """What each party may do on NATS and in Redis: the subjects and keys of a role and a job, in the servers' own terms.
 Pure.
 
-| party | NATS | Redis |
-|---|---|---|
-| scheduler | all subjects | all of Tidegate's keys |
-| job | subjects, streams and consumers of this job, but the scheduler's copy of its state | the job's own tables, and those of GPUs and open transitions; the session of the store is read only |
-| node, operator, viewer | nothing | nothing |
+- A scheduler: all subjects, and all of Tidegate's keys.
+- A job: its subjects, streams and consumers, but the copy of the scheduler's state; in Redis its own tables, and those
+  of GPUs and open transitions. It reads the store's session.
+- A node, an operator, a viewer: nothing.
 
 A job writes GPUs and open transitions because its actor's lead commits a change of layout there, in one step with its
 own ranks.
 
 Invariants:
-- Nobody but a scheduler adopts a store, or writes the state of a job. [test_permissions: no_other_party_than_a_scheduler]
+- Nobody but a scheduler adopts a store, or writes a job's state. [test_permissions: no_other_party_than_a_scheduler]
 - A job reaches no subject, stream or key of another job. [test_permissions: nothing_of_another_job]
 """
 

@@ -8,9 +8,9 @@ Invariants:
 - A call ends within the socket timeouts. A call without an answer raises StoreUnavailable.
   [test_redis_store: given_up_in_bounded_time]
 
-With replicas to wait for (WAIT), a write counts once so many have it. Where fewer answer in time, its outcome is unknown.
-Nothing that this client reads afterwards counts before replicas have that write too: else a repeat would find it done,
-and a failover would lose it. [test_redis_failover: a_write_that_no_replica_has_is_unknown]
+With replicas to wait for (WAIT), a write counts once so many have it. Where fewer answer in time, its outcome is
+unknown. Nothing that this client reads afterwards counts before replicas have that write too: else a repeat would find
+it done, and a failover would lose it. [test_redis_failover: a_write_that_no_replica_has_is_unknown]
 
 The client library retries nothing, because silent retries hide unknown outcomes: one call hung 9.6 s in a partition.
 """
