@@ -15,10 +15,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 from pathlib import Path
+
+import psutil
 
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.sections.job import RuntimeSection
@@ -67,8 +71,36 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
         _open_files,
         _cores,
         _threads,
+        listeners,
     ]
     return [check() for check in checks]
+
+
+def listeners() -> Finding:
+    """Checks that no process of Tidegate, of this user, listens beyond loopback."""
+    num_found, beyond = 0, set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real != os.getuid() or not _is_ours(process.cmdline()):
+                continue
+            num_found += 1
+            open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            beyond |= {f"{at.ip}:{at.port} (pid {process.pid})" for at in open_at if not ip_address(at.ip).is_loopback}
+    if beyond:
+        remedy = "end these processes, or keep the network to those whom you trust: see docs/security.md"
+        return Finding("listeners", Health.WARN, f"beyond loopback: {', '.join(sorted(beyond))}", remedy)
+    found = f"{num_found} processes of Tidegate, all on loopback" if num_found else "no process of Tidegate runs"
+    return Finding("listeners", Health.OK, found)
+
+
+def _is_ours(command: Sequence[str]) -> bool:
+    """Whether it is the command line of a service, a worker or an embedded server."""
+    first, *words = command or ("",)
+    if first.startswith("tidegate: "):
+        return True
+    if Path(first).name in (NATS.binary, VALKEY.binary):
+        return True
+    return any(word.startswith(("services.", "tidegate.")) for word in words)
 
 
 def gpus(devices: Sequence[CudaDevice]) -> Finding:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cli.__main__ import main
-from cli.doctor import Health, disk, examine
+from cli.doctor import Health, disk, examine, listeners
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.config.files import load_config
 from tidegate.runtime.cuda import cuda_fault
@@ -36,6 +36,22 @@ def test_enough_disk_needs_no_remedy(tmp_path: Path) -> None:
 def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     checks = [finding.check for finding in examine(output_dir=tmp_path / "elsewhere")]
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
+
+
+@pytest.mark.parametrize(
+    ("host", "health", "words"),
+    [("127.0.0.1", Health.OK, "all on loopback"), ("0.0.0.0", Health.WARN, "beyond loopback: 0.0.0.0:")],
+)
+def test_a_process_of_tidegate_that_listens_beyond_loopback_is_found(host: str, health: Health, words: str) -> None:
+    listens = "import socket, sys; s = socket.create_server((sys.argv[1], 0)); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", listens, host, "services.of-a-test"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = listeners()
+        process.communicate()
+    assert found.health is health
+    assert words in found.found
 
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
