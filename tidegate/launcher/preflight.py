@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
 from tidegate.adapters.redis_url import BadRedisUrl
-from tidegate.certs.authority import CertsError
+from tidegate.certs.authority import CertsError, Credential
 from tidegate.certs.identity import Party
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
@@ -38,6 +39,9 @@ _LOGIN = re.compile(r"(?<=://)[^/]*@")
 async def check_servers(config: JobConfig, start: Start) -> None:
     """CannotStart when a server of the config does not answer, has an older run, or cannot be embedded."""
     job = JobId(config.job)
+    for key in ("nats_credentials", "redis_credentials"):
+        if folder := getattr(config.servers, key):
+            _check_credentials(Path(folder), job, key=f"servers.{key}")
     if config.servers.nats_url:
         await _check_nats(config.servers, job, start)
     else:
@@ -94,6 +98,20 @@ def masked(url: str) -> str:
     return _LOGIN.sub("***@", url)
 
 
+def _check_credentials(folder: Path, job: JobId, *, key: str) -> None:
+    for party in (Party.SCHEDULER, Party.JOB):
+        try:
+            found = Credential.load(folder / party).identity
+        except CertsError as error:
+            raise CannotStart(f"{key}={folder}: {error}") from error
+        if found.party is not party or (party is Party.JOB and found.name != job):
+            wanted = f"job {job}" if party is Party.JOB else f"a {party}"
+            raise CannotStart(
+                f"{key}={folder}: {folder / party} is the credential of {found}, not of {wanted}: issue it there with "
+                f"tidegate certs issue {party} {job if party is Party.JOB else 'NAME'} --to {folder / party}"
+            )
+
+
 async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None:
     url, credential = servers.nats_url, servers.nats_credential(Party.SCHEDULER)
     for each in url.split(","):
@@ -101,8 +119,6 @@ async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None
     try:
         limits = BusLimits(deadline_s=ANSWER_TIMEOUT_S)
         bus = await NatsBus.connect(url, name="tidegate-preflight", limits=limits, credential=credential)
-    except CertsError as error:
-        raise CannotStart(f"servers.nats_credentials={servers.nats_credentials}: {error}") from error
     except BusUnavailable as error:
         raise CannotStart(f"servers.nats_url={masked(url)}: {error}; or leave it empty for an embedded one") from error
     try:
@@ -125,8 +141,6 @@ async def _check_redis(servers: ServersSection, job: JobId, start: Start) -> Non
         store = redis_store(url, credential=credential, socket_timeout_s=ANSWER_TIMEOUT_S)
     except BadRedisUrl as error:
         raise CannotStart(f"servers.redis_url={masked(url)}: {error}") from error
-    except CertsError as error:
-        raise CannotStart(f"servers.redis_credentials={servers.redis_credentials}: {error}") from error
     try:
         identity = await store.identity()
         if start is Start.RESUME or not identity.is_open:

@@ -18,6 +18,8 @@ from tests.hugging_face import save
 from tests.unit.cli.configs import small_config
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
@@ -154,3 +156,19 @@ async def test_a_model_with_experts_is_refused_where_sglang_would_generate(tmp_p
         CannotStart, match=r"dense models here, and this one has 4 experts: set rollout\.engine=embedded"
     ):
         await check_engine(sparse)
+
+
+@pytest.mark.parametrize("key", ["nats_credentials", "redis_credentials"])
+async def test_credentials_of_nobody_or_of_another_job_are_refused(key: str, tmp_path: Path) -> None:
+    config = with_servers(tmp_path, **{key: str(tmp_path / "given")})
+    with pytest.raises(CannotStart, match=rf"servers.{key}=.*given: the credential in .*scheduler cannot be read"):
+        await check_servers(config, Start.FRESH)
+    authority = Authority.create(tmp_path / "ca", "lab")
+    authority.issue(Identity("lab", Party.SCHEDULER, "a"), tmp_path / "given/scheduler")
+    authority.issue(Identity("lab", Party.JOB, "another"), tmp_path / "given/job")
+    with pytest.raises(
+        CannotStart, match=r"credential of job/another of cluster lab, not of job small: issue it there"
+    ):
+        await check_servers(config, Start.FRESH)
+    authority.issue(Identity("lab", Party.JOB, "small"), tmp_path / "given/job")
+    await check_servers(config, Start.FRESH)
