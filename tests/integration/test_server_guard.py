@@ -136,6 +136,7 @@ async def test_an_expired_credential_is_not_let_in_by_nats_either(lab: Lab, monk
         "$KV.TG_TERM.store",
         "$JS.API.STREAM.DELETE.TG_EVENTS_MATH",
         "$JS.API.STREAM.PURGE.TG_EVENTS_MATH",
+        "$JS.API.STREAM.MSG.DELETE.TG_EVENTS_MATH",
         "$JS.API.CONSUMER.MSG.NEXT.TG_SAMPLES_OTHER.actor",
         "_INBOX.scheduler.a.answer",
     ],

@@ -67,8 +67,6 @@ _BATCH_BYTES = 64 * 2**20
 _READ_BATCH = 256
 # A dead letter adds this much to a message (subject, reason). It is kept free below the server's limit.
 DEAD_LETTER_HEADROOM_BYTES = 4096
-
-
 # A majority of three outlives the death of one.
 _COPIES = 3
 

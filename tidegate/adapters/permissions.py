@@ -79,15 +79,11 @@ def _rights_of_job(job: JobId, *, inbox: str) -> SubjectRights:
         subjects.responses_subject(job),
     )
     calls = tuple(
-        f"$JS.API.{call}.{stream}"
-        for stream in streams
-        for call in ("STREAM.INFO", "STREAM.MSG.GET", "STREAM.MSG.DELETE", "DIRECT.GET")
+        f"$JS.API.{call}.{stream}" for stream in streams for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
     )
-    purge = f"$JS.API.STREAM.PURGE.{subjects.samples_stream(job)}"
+    removals = tuple(f"$JS.API.STREAM.{call}.{subjects.samples_stream(job)}" for call in ("PURGE", "MSG.DELETE"))
     consumers = tuple(
-        f"$JS.API.CONSUMER.{call}.{stream}.*"
-        for stream in streams
-        for call in ("DURABLE.CREATE", "INFO", "MSG.NEXT", "DELETE")
+        f"$JS.API.CONSUMER.{call}.{stream}.*" for stream in streams for call in ("DURABLE.CREATE", "INFO", "MSG.NEXT")
     )
     answers = tuple(f"$JS.ACK.{stream}.>" for stream in streams)
-    return SubjectRights((*talks, *calls, purge, *consumers, *answers), (*talks, f"{inbox}.>"))
+    return SubjectRights((*talks, *calls, *removals, *consumers, *answers), (*talks, f"{inbox}.>"))

@@ -71,8 +71,9 @@ class RedisCells:
         self._place = place
         self._num_replicas = num_replicas
         self._wait_ms = wait_ms
-        self._unsettled: str | None = None
-        """A key of the last write that too few replicas had."""
+        self._unsettled_key = STORE_KEY
+        self._num_unknown = self._num_settled = 0
+        """Writes of unknown outcome so far, and those of them that replicas have if the server has them."""
         self._identity = Script.load("identity")
         self._read = Script.load("read")
         self._swap = Script.load("swap")
@@ -123,8 +124,10 @@ class RedisCells:
     ) -> list[Any]:
         """A script that only reads is called as one, so that a user who may not write may call it."""
         try:
-            if self._unsettled is not None:
-                await self._written(self._settle, [self._unsettled], [])
+            if self._num_settled < self._num_unknown:
+                num_unknown = self._num_unknown
+                await self._written(self._settle, [self._unsettled_key], [])
+                self._num_settled = max(self._num_settled, num_unknown)
             if writes and self._num_replicas:
                 return await self._written(script, keys, args)
             return await self._called(script, keys, args, writes=writes)
@@ -157,20 +160,26 @@ class RedisCells:
 
     async def _written(self, script: Script, keys: list[str], args: list[str | bytes | int]) -> list[Any]:
         """Calls the script and waits for the replicas, on one connection. StoreUnavailable where too few have it."""
-        self._unsettled = keys[0] if keys else STORE_KEY
-        answer, num_acknowledged = await self._and_wait(script, keys, args)
-        if isinstance(answer, NoScriptError):
-            await self._client.script_load(script.text)
+        is_known = False
+        try:
             answer, num_acknowledged = await self._and_wait(script, keys, args)
-        if isinstance(answer, Exception):
-            raise answer
-        if answer[0] == b"ok" and num_acknowledged < self._num_replicas:
-            raise StoreUnavailable(
-                f"the store at {self._place} wrote, but {num_acknowledged} of {self._num_replicas} replicas have it "
-                f"after {self._wait_ms} ms, so a failover may lose it: call again, and see that its replicas run"
-            )
-        self._unsettled = None
-        return answer
+            if isinstance(answer, NoScriptError):
+                await self._client.script_load(script.text)
+                answer, num_acknowledged = await self._and_wait(script, keys, args)
+            if isinstance(answer, Exception):
+                is_known = isinstance(answer, ResponseError)
+                raise answer
+            if answer[0] == b"ok" and num_acknowledged < self._num_replicas:
+                raise StoreUnavailable(
+                    f"the store at {self._place} wrote, but {num_acknowledged} of {self._num_replicas} replicas have "
+                    f"it after {self._wait_ms} ms, so a failover may lose it: call again, and see that its replicas run"
+                )
+            is_known = True
+            return answer
+        finally:
+            if not is_known:
+                self._num_unknown += 1
+                self._unsettled_key = keys[0] if keys else STORE_KEY
 
     async def _and_wait(
         self, script: Script, keys: list[str], args: list[str | bytes | int]
