@@ -19,7 +19,7 @@ from services.scheduler.policy.trainer_rates import num_sequences
 from services.scheduler.state.layouts import engine_size, replica_size
 from services.scheduler.state.observed import Engine, Floats, Ints
 from services.scheduler.state.remembered import Assignment
-from tidegate.types import GpuId, MinibatchOrder, Role
+from tidegate.types import GpuId, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,6 @@ def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId,
     training, engines = situation.trainer.training, situation.engines
     layouts = trainer_layouts(situation, len(there))
     until_s = _until_s(situation, training.closes_at_ms)
-    has_lent = assignment.trainer is None and situation.spec.minibatch_order is MinibatchOrder.FIXED
     return Cluster(
         num_gpus=len(there),
         engine_size=engine_size(situation.spec),
@@ -121,7 +120,8 @@ def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId,
         max_running=min((engine.max_running for engine in engines), default=1),
         kv_capacity_tokens=min((engine.kv_capacity_tokens for engine in engines), default=1),
         num_engines=len(assignment.engines),
-        num_trainer_gpus=0 if has_lent else situation.trainer.num_gpus,
+        # A trainer that lends its GPUs has none, though it still holds them now.
+        num_trainer_gpus=0 if assignment.trainer is None else situation.trainer.num_gpus,
         num_inference_gpus=len(assignment.inference),
         is_open=not can_move(situation),
         until_s=until_s,

@@ -103,8 +103,9 @@ def not_before(plans: Plans, earliest_s: float) -> Plans:
 
 
 def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahead: bool = False) -> Plans:
-    """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU.
-    `span_s`: seconds that the rollout still takes. `infers_ahead`: plans that start late are among them."""
+    """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU;
+    else some start late, up to the rollout's end. `span_s`: seconds that the rollout still takes. `infers_ahead`: late
+    plans begin with inference alone."""
     starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
@@ -117,8 +118,9 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahea
         stays = np.full((1, num_minibatches), cluster.num_trainer_gpus)
         infers = np.full((1, num_minibatches), cluster.num_inference_gpus)
         plans = Plans.of(Plans(np.zeros(1), stays, infers), plans)
-    if infers_ahead:
-        plans = Plans.of(plans, _late(cluster, num_minibatches, span_s))
+    elif not cluster.is_open:
+        late = _late(cluster, num_minibatches, span_s)
+        plans = Plans.of(plans, late if infers_ahead else replace(late, infer_s=None))
     return legal(plans, cluster)
 
 
