@@ -104,9 +104,9 @@ def not_before(plans: Plans, earliest_s: float) -> Plans:
 
 def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahead: bool = False) -> Plans:
     """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU;
-    else some start late, up to the rollout's end. `span_s`: seconds that the rollout still takes. `infers_ahead`: late
-    plans begin with inference alone."""
-    starts = (0.0,) if cluster.is_open or cluster.num_trainer_gpus else FAMILY_STARTS
+    else some start late, up to the rollout's end. `span_s`: seconds that the rollout still takes. `infers_ahead`: more
+    of them start early, and late ones begin with inference alone."""
+    starts = FAMILY_STARTS if infers_ahead else (0.0,)
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
     first, last = (np.array([row[at] for row in rows])[:, None] for at in (1, 2))
@@ -119,18 +119,18 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahea
         infers = np.full((1, num_minibatches), cluster.num_inference_gpus)
         plans = Plans.of(Plans(np.zeros(1), stays, infers), plans)
     elif not cluster.is_open:
-        late = _late(cluster, num_minibatches, span_s)
-        plans = Plans.of(plans, late if infers_ahead else replace(late, infer_s=None))
+        plans = Plans.of(plans, _late(cluster, num_minibatches, span_s, infers_ahead=infers_ahead))
     return legal(plans, cluster)
 
 
-def _late(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
-    """Plans whose trainer starts in the rollout's tail or after it, and inference ahead of the trainer."""
-    rows = list(product(LATE_STARTS, LATE_INFERENCE, LATE_FIRST))
+def _late(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahead: bool) -> Plans:
+    """Plans whose trainer starts in the rollout's tail or after it, and inference with it or ahead of it."""
+    starts = LATE_STARTS if infers_ahead else tuple((at, at) for at in sorted({last for _, last in LATE_STARTS}))
+    rows = list(product(starts, LATE_INFERENCE, LATE_FIRST))
     last = [LATE_LAST] * (num_minibatches - 1)
     trainer = np.array([[first, *last] for _, _, first in rows])
     inference = np.array([[share, *[FAMILY_INFERENCE] * len(last)] for _, share, _ in rows])
-    infer_s, start_s = span_s * np.array([starts for starts, _, _ in rows]).T
+    infer_s, start_s = span_s * np.array([at for at, _, _ in rows]).T
     in_trainer, in_inference = (np.round(each * cluster.num_gpus).astype(np.int64) for each in (trainer, inference))
     return Plans(start_s, in_trainer, in_inference, infer_s=infer_s)
 
