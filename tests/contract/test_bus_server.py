@@ -16,7 +16,7 @@ import pytest
 from tests.contract.bus_bench import LIMITS, PATIENT_S, SOON_S, Bench, a_group, numbered, publish_groups, source
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.ports.bus import BusLimits, BusUnavailable, Stage, StreamFull
+from tidegate.ports.bus import BusLimits, BusUnavailable, Stage, StreamStuck
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.types import JobId
 
@@ -87,7 +87,7 @@ async def test_a_server_that_cannot_write_is_told_from_one_that_is_away(tmp_path
                 await bus.samples.publish(Stage.GENERATED, group)
 
         with pytest.raises(
-            StreamFull, match=r"takes no message for stream TG_SAMPLES_UNWRITTEN.*restart it and resume"
+            StreamStuck, match=r"takes no message for stream TG_SAMPLES_UNWRITTEN.*restart it and resume"
         ):
             await fill()
         os.kill(servers.nats.pid, signal.SIGSTOP)

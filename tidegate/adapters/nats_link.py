@@ -38,7 +38,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from tidegate.adapters.permissions import inbox_prefix
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Credential
 from tidegate.logs import without_credentials
-from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen, MessageTooLarge, StreamFull
+from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen, MessageTooLarge, StreamStuck
 
 T = TypeVar("T")
 
@@ -210,7 +210,7 @@ class NatsLink:
         - `last_on_subject`: the sequence of the last message on the subject (0: none). NatsRefused with
           WRONG_LAST_SEQUENCE when it differs.
 
-        StreamFull where the server cannot write to its disk.
+        StreamStuck where the server cannot write to its disk.
         """
         all_headers = {"Nats-Expected-Stream": stream, **(headers or {})}
         if message_id is not None:
@@ -226,7 +226,7 @@ class NatsLink:
             return await self._after_silence(stream, ask)
 
     async def _after_silence(self, stream: str, ask: Callable[[float], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """One more try with a server that answers again. StreamFull where it answers, and not about the message.
+        """One more try with a server that answers again. StreamStuck where it answers, and not about the message.
 
         NATS (2.15) does not answer a message that it could not write, nor any later one of the stream.
         """
@@ -234,7 +234,7 @@ class NatsLink:
             return await ask(_LAST_ATTEMPT_S)
         except _Silence as silence:
             if await self._tells_of(stream):
-                raise StreamFull(
+                raise StreamStuck(
                     f"NATS answers, but takes no message for stream {stream}: it could not write to its disk, and "
                     "takes none before it is restarted; make room in its store_dir, restart it and resume"
                 ) from silence

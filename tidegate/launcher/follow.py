@@ -64,7 +64,10 @@ class JobFollower:
         view: View,
         *,
         now_s: Callable[[], float] = time.monotonic,
+        gives_up_after_s: float | None = None,
     ) -> None:
+        """`gives_up_after_s`: without an answer of NATS for so long, the run is over. None: it is waited for."""
+        self._gives_up_after_s = gives_up_after_s
         self._now_s = now_s
         self._gpu_wait = GpuWait()
         self._bus = bus
@@ -132,11 +135,13 @@ class JobFollower:
                 self._accept(await control.GetJob(control_pb2.GetJobRequest(job=self._job)))
 
     async def until_unusable(self) -> str:
-        """Waits until the stream of events has too little room, or has lost events. Returns a message with the cause.
+        """Waits until the stream of events has too little room, has lost events, or gives no answer for too long.
+        Returns a message with the cause.
 
         A stream that came back with less gives new events places that the scheduler knows as applied."""
+        answered_s = self._now_s()
         while True:
-            with suppress(BusUnavailable):  # ask again: another task notices the death of the server
+            try:  # another task notices the death of the server
                 kept = self._file.kept if self._has_read else None
                 if kept is not None and not await is_log_of(kept, self._bus.events, self._job):
                     return (
@@ -147,6 +152,14 @@ class JobFollower:
                     return (
                         f"the stream of events has {free} bytes left of {self._config.runtime.events_max_bytes}, too "
                         "few to go on: raise runtime.events_max_bytes, which may change between runs"
+                    )
+                answered_s = self._now_s()
+            except BusUnavailable:
+                silent_s = self._now_s() - answered_s
+                if self._gives_up_after_s is not None and silent_s > self._gives_up_after_s:
+                    return (
+                        f"NATS lives and has told nothing of the stream of events for {silent_s:.0f} s, so everything "
+                        f"was stopped: its disk may be full; make room in {self._folder.servers}"
                     )
             raise_if_cancelled()
             await asyncio.sleep(_LOOK_AT_ROOM_S)

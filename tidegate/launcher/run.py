@@ -69,6 +69,9 @@ from tidegate.types import job_id
 from tidegate.v1 import control_pb2
 
 SOURCE = "launcher"
+SILENT_S = 60.0
+"""So long a NATS that we started may give no answer. It answers within milliseconds, but it has hung for good after a
+write to a full disk. One that is not ours may be away for longer."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -309,7 +312,8 @@ class _Run:
             closing.push_async_callback(bus.close)
             if not await self._goes_on_from_the_file(bus):
                 await bus.streams.begin_anew(job_id(self._config.job), after_sequence=room)
-            self._follower = JobFollower(bus, self._config, self._folder, self._view)
+            gives_up_after_s = None if self._request.config.servers.nats_url else SILENT_S
+            self._follower = JobFollower(bus, self._config, self._folder, self._view, gives_up_after_s=gives_up_after_s)
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(
                 self._config, self._folder, sockets=host_memory_folder(self._request.config), boot=self._claim.boot

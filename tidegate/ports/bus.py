@@ -67,6 +67,10 @@ class StreamFull(RuntimeError):
     """
 
 
+class StreamStuck(StreamFull):
+    """The server could not write to its disk, and takes nothing for the stream before it is restarted."""
+
+
 class UnknownDeadLetter(LookupError):
     """The job has no such dead letter: it was replayed or dropped, or never existed."""
 

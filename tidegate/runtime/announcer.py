@@ -5,6 +5,8 @@
 - When the stream is full, figures (progress, backlog, pictures of an iteration) are left out with a line in the log.
   For any other event `publish` raises StreamFull, and `until_unusable` too: whoever called it, its process cannot tell
   any more what it does. [test_announcer: a_full_stream_leaves]
+- A stream that takes nothing more is unusable at once, also where only a figure was refused: each further one would
+  take the bus's deadline. [test_announcer: takes_nothing_more]
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NoReturn
 import structlog
 
 from tidegate.events import FIGURES, EventBody, EventSource
-from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog, StreamFull
+from tidegate.ports.bus import BusUnavailable, DeadLetter, EventLog, StreamFull, StreamStuck
 from tidegate.types import Grant, JobId
 from tidegate.v1 import events_pb2
 
@@ -59,8 +61,10 @@ class Announcer:
             try:
                 return await self._store(event)
             except StreamFull as full:
-                if not isinstance(body, FIGURES):
+                is_figure = isinstance(body, FIGURES)
+                if not is_figure or isinstance(full, StreamStuck):
                     self._unusable.put_nowait(full)
+                if not is_figure:
                     raise
                 self._logger.warning("figures left out", id=event.id, error=str(full))
                 return None

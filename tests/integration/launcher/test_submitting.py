@@ -23,7 +23,7 @@ from tidegate.launcher.checkpoint import FoundCheckpoint
 from tidegate.launcher.event_file import EventFile, read_events
 from tidegate.launcher.follow import BEAT_S, LEAST_ROOM_BYTES, JobFollower
 from tidegate.launcher.outcome import End
-from tidegate.ports.bus import BusLimits, StateCopy
+from tidegate.ports.bus import BusLimits, BusUnavailable, StateCopy
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.service import connect_bus
@@ -184,6 +184,29 @@ class LosingEvents:
             if not is_first:
                 raise
         return 2 * LEAST_ROOM_BYTES
+
+
+class SilentEvents:
+    """A bus that gives no answer."""
+
+    def __init__(self) -> None:
+        self.events = self
+
+    async def free_bytes(self, job: JobId) -> int:
+        raise BusUnavailable("no answer")
+
+
+async def test_a_server_of_ours_that_gives_no_answer_for_too_long_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    bus: Any = SilentEvents()
+    config, seconds = small_config(tmp_path), iter([0.0, 59.0, 61.0])
+    with (tmp_path / "shown").open("w") as shown:
+        view = LinesView(UnfailingStream(shown))
+        follower = JobFollower(
+            bus, config, JobFolder.of(config), view, now_s=lambda: next(seconds), gives_up_after_s=60
+        )
+        said = await asyncio.wait_for(follower.until_unusable(), PATIENCE_S)
+    assert "told nothing of the stream of events for 61 s" in said
+    assert "make room in" in said
 
 
 async def test_a_look_at_the_streams_room_ends_with_the_job_where_its_answer_loses_the_cancellation(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.events import EventSource
-from tidegate.ports.bus import BusLimits, StreamFull
+from tidegate.ports.bus import BusLimits, StreamFull, StreamStuck
 from tidegate.runtime.announcer import Announcer
 from tidegate.types import JobId, Role
 from tidegate.v1 import events_pb2
@@ -28,3 +30,18 @@ async def test_a_full_stream_leaves_out_figures_and_fails_other_events_with_the_
         await announcer.publish(events_pb2.Failed(message="lost"), incarnation=1)
     with pytest.raises(StreamFull, match=r"raise runtime.events_max_bytes and resume"):
         await announcer.until_unusable()
+
+
+async def test_a_stream_that_takes_nothing_more_is_unusable_though_only_a_figure_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(event: events_pb2.Event) -> int:
+        raise StreamStuck("make room, restart it and resume")
+
+    bus = MemoryBus()
+    monkeypatch.setattr(bus.events, "publish", refuse)
+    source = EventSource("actor@n0", role=Role.ACTOR, boot=1, now_ns=lambda: 1)
+    announcer = Announcer(bus.events, source, JOB)
+    assert await announcer.publish(events_pb2.Progress(num_done=1), incarnation=1) is None
+    with pytest.raises(StreamStuck, match="make room"):
+        await asyncio.wait_for(announcer.until_unusable(), 1.0)
