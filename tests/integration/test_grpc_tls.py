@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.expired import issue_expired
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
 from tidegate.adapters.grpc_tls import Credentials, callers_of
-from tidegate.certs import authority
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
@@ -121,17 +120,9 @@ async def test_a_call_with_a_credential_of_another_authority_does_not_reach_its_
     assert lab.instance.num_calls == 0
 
 
-async def test_a_call_with_an_expired_credential_does_not_reach_its_handler(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Earlier(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return datetime.now(UTC) - timedelta(days=2)
-
-    monkeypatch.setattr(authority, "datetime", Earlier)
-    lab.authority.issue(JOB, lab.folder / "old", days=1)
-    assert await _status_with_files_of(lab, lab.folder / "old") is grpc.StatusCode.UNAVAILABLE
+async def test_a_call_with_an_expired_credential_does_not_reach_its_handler(lab: Lab) -> None:
+    folder = issue_expired(lab.authority, JOB, lab.folder / "old")
+    assert await _status_with_files_of(lab, folder) is grpc.StatusCode.UNAVAILABLE
     assert lab.instance.num_calls == 0
 
 

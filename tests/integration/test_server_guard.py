@@ -7,7 +7,6 @@ import shutil
 import ssl
 import stat
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
+from tests.expired import issue_expired
 from tests.server_credentials import nats_options, redis_options
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_keys import STORE_KEY, table_key
 from tidegate.adapters.redis_store import redis_store
-from tidegate.certs import authority
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.ownership.adoption import GateReports, adopt
@@ -115,16 +114,9 @@ async def test_who_is_not_named_is_not_let_in_by_nats_without_a_right(lab: Lab) 
     assert await lab.refusal_by_nats(**nats_options(lab.folder / "stranger"))
 
 
-async def test_an_expired_credential_is_not_let_in_by_nats_either(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Before(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Before:
-            return cls.fromtimestamp((datetime.now(UTC) - timedelta(days=2)).timestamp(), tz)
-
-    monkeypatch.setattr(authority, "datetime", Before)
-    lab.authority.issue(SCHEDULER, lab.folder / "expired", days=1)
-    monkeypatch.undo()
-    assert await lab.refusal_by_nats(**nats_options(lab.folder / "expired"))
+async def test_an_expired_credential_is_not_let_in_by_nats_either(lab: Lab) -> None:
+    folder = issue_expired(lab.authority, SCHEDULER, lab.folder / "expired")
+    assert await lab.refusal_by_nats(**nats_options(folder))
 
 
 @pytest.mark.parametrize(

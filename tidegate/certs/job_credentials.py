@@ -3,10 +3,10 @@
 They last as long as the job's folder in host memory: no key is ever on a disk. The authority is thrown away as soon as
 they are issued, so nobody can issue another one.
 
-    credentials/scheduler    the scheduler's, and the launcher's, who opens the job
-    credentials/job          that of all processes of the components
-    credentials/operator     for the commands of this user
-    credentials/node         that of the embedded servers
+    credentials/scheduler    of the scheduler, and of the launcher, who opens the job
+    credentials/job          of all processes of the components
+    credentials/operator     of this user's commands
+    credentials/node         of the embedded servers
 
 Invariants:
 - Who has none of them gets no answer from the job. [test_job: without_its_credential]
