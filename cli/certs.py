@@ -38,6 +38,10 @@ def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     help_ = "a name or an IP address of its server; may be given several times"
     issue.add_argument("--address", action="append", default=[], metavar="HOST", help=help_)
     issue.add_argument("--days", type=count, default=_DAYS, help=f"how long it lasts (default: {_DAYS})")
+    rights = verbs.add_parser("rights", help=(text := "Print what NATS and Redis servers of your own have to be told."))
+    rights.description = text
+    rights.add_argument("--own", type=Path, required=True, metavar="FOLDER", help="the servers' own credential")
+    rights.add_argument("user", nargs="+", type=Path, metavar="FOLDER", help="the credential of somebody who may come")
     verb("list", "List the credentials that have not expired.")
     revoke = verb("revoke", "Believe credentials no more.")
     revoke.add_argument("serial", nargs="+", metavar="SERIAL", help="as `certs list` has it")
@@ -49,6 +53,8 @@ def certs(args: argparse.Namespace, form: Form) -> int:
     from tidegate.certs.authority import Authority, CertsError
 
     try:
+        if args.verb == "rights":
+            return _rights(args, form)
         return _answer(Authority, args, form)
     except (BadIdentity, CertsError) as error:
         raise BadUsage(str(error)) from error
@@ -75,6 +81,18 @@ def _answer(authority: Any, args: argparse.Namespace, form: Form) -> int:
         print(answer_text({"revoked": args.serial, "file": str(path)}, text, form))
         return 0
     show([_row(each) for each in own.issued()], COLUMNS, form=form, out=sys.stdout, empty="no credential is in force")
+    return 0
+
+
+def _rights(args: argparse.Namespace, form: Form) -> int:
+    from tidegate.runtime.server_kinds import ServerGuard, nats_rights, store_rights
+
+    guard = ServerGuard.of(args.own.absolute(), *args.user)
+    texts = {"nats": nats_rights(guard), "redis": store_rights(guard)}
+    text = (
+        f"# in the config of NATS\n{texts['nats']}\n\n# the file of aclfile, in the config of Redis\n{texts['redis']}"
+    )
+    print(answer_text(texts, text.rstrip("\n"), form))
     return 0
 
 

@@ -91,14 +91,14 @@ jetstream {{
   # An acknowledged publish is on disk: 0.3 ms instead of 0.1 ms each, and no window of loss.
   sync_interval: always
 }}
-{_nats_guard(guard) if guard is not None else ""}
+{nats_rights(guard) if guard is not None else ""}
 """
     )
     return ["--config", str(config), "--name", _nats_name(os.getpid(), port)]
 
 
-def _nats_guard(guard: ServerGuard) -> str:
-    """A client is who its certificate says."""
+def nats_rights(guard: ServerGuard) -> str:
+    """What the config of a NATS has to have: a client is who its certificate says."""
     key_and_cert = str(guard.own / CREDENTIAL)
     tls = {
         "cert_file": key_and_cert,
@@ -133,13 +133,13 @@ def _valkey_arguments(folder: Path, port: int, guard: ServerGuard | None) -> lis
     if guard is not None:
         users = data / "users.acl"
         users.touch(mode=0o600)
-        users.write_text(_valkey_users(guard))
+        users.write_text(store_rights(guard))
         options["aclfile"] = users.name
     return [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
 
 
-def _valkey_users(guard: ServerGuard) -> str:
-    """The lines of its ACL file, with the passwords' digests. The package has no TLS, so a client shows a password."""
+def store_rights(guard: ServerGuard) -> str:
+    """The lines of an ACL file of Redis, with the passwords' digests."""
     lines = ["user default off"]
     for each in guard.users:
         if (rules := store_rules(each.identity)) is not None:

@@ -30,6 +30,21 @@ def test_a_credential_from_its_authority_to_its_end(tmp_path: Path, capsys: pyte
     assert "BEGIN PRIVATE KEY" not in told
 
 
+def test_what_servers_of_ones_own_have_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tests/integration/test_server_guard.py` asks servers that were told so."""
+    ca = ("--authority", str(tmp_path / "ca"))
+    answer(capsys, "init", *ca, "--cluster", "lab")
+    for party, name in (("node", "n0"), ("scheduler", "a"), ("job", "math")):
+        answer(capsys, "issue", party, name, *ca, "--to", str(tmp_path / party))
+    folders = [str(tmp_path / party) for party in ("scheduler", "job")]
+    told = json.loads(answer(capsys, "-o", "json", "rights", "--own", str(tmp_path / "node"), *folders))
+    assert '"verify_and_map": true' in told["nats"]
+    assert '"spiffe://lab/job/math"' in told["nats"]
+    default, scheduler, job = told["redis"].splitlines()
+    assert (default, scheduler.split()[1], job.split()[1]) == ("user default off", "scheduler/a", "job/math")
+    assert Credential.load(tmp_path / "job").store_password not in told["redis"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
