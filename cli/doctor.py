@@ -14,7 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,10 +78,13 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
 
 def listeners() -> Finding:
     """Checks that no process of Tidegate, of this user, listens beyond loopback."""
-    num_found, beyond = 0, set()
+    num_found, beyond, servers = 0, set(), set()
+    for kind in (NATS, VALKEY):
+        with suppress(ServerPackageMissing):
+            servers.add(str(packaged_binary(kind)))
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real != os.getuid() or not _is_ours(process.cmdline()):
+            if process.uids().real != os.getuid() or not _is_ours(process.cmdline(), servers):
                 continue
             num_found += 1
             open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
@@ -93,14 +96,12 @@ def listeners() -> Finding:
     return Finding("listeners", Health.OK, found)
 
 
-def _is_ours(command: Sequence[str]) -> bool:
-    """Whether it is the command line of a service, a worker or an embedded server."""
+def _is_ours(command: Sequence[str], servers: Collection[str]) -> bool:
+    """Whether it is the command line of a service, a worker or an embedded server. `servers`: their programs."""
     first, *words = command or ("",)
     if first.startswith("tidegate: "):
         return True
-    if Path(first).name in (NATS.binary, VALKEY.binary):
-        return True
-    return any(word.startswith(("services.", "tidegate.")) for word in words)
+    return first in servers or any(word.startswith(("services.", "tidegate.")) for word in words)
 
 
 def gpus(devices: Sequence[CudaDevice]) -> Finding:
