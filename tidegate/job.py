@@ -149,6 +149,13 @@ def snapshot_root(config: JobConfig, node: NodeId) -> Path:
     return Path(config.runtime.host_memory_root) / node / "snapshots"
 
 
+def gate_folder(config: JobConfig, node: NodeId) -> Path:
+    """The folder of a node's gate."""
+    if root := config.runtime.gate_root:
+        return Path(root) / node
+    return JobFolder.of(config).node(node) / "gate"
+
+
 def state_folder(config: JobConfig, node: NodeId) -> Path:
     """The folder in host memory where the actor's workers on a node share the state that they train."""
     return Path(config.runtime.host_memory_root) / node / "state" / config.job

@@ -129,3 +129,15 @@ async def test_a_stores_term_is_a_whole_number_of_at_most_12_digits_or_damaged(
     for call in (store.identity(), store.gpus(), store.next_boot(JOB, ONE), world.client().attach()):
         with pytest.raises(StoreDamaged, match=r"'term' of store is damaged: not a term: .* to 999999999999.*prune"):
             await call
+
+
+class TestSubmissions:
+    async def test_records_of_several_jobs_are_written_all_or_none(self, world: World, store: CellStore) -> None:
+        one, two = JobId("one"), JobId("two")
+        assert await store.submissions() == {}
+        await store.write_submissions({one: b"1"}, expected={one: None})
+        with pytest.raises(VersionConflict, match="record of job one has changed"):
+            await store.write_submissions({one: b"x", two: b"x"}, expected={one: None, two: None})
+        assert await store.submissions() == {one: b"1"}
+        await store.write_submissions({one: b"1", two: b"2"}, expected={one: None, two: None})
+        assert await (await attached(world)).submissions() == {one: b"1", two: b"2"}, "what is there already is a repeat"

@@ -21,7 +21,7 @@ import yaml
 
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.gate import Gate
-from tidegate.job import JobFolder
+from tidegate.job import JobFolder, gate_folder
 from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.types import NodeId
@@ -163,7 +163,7 @@ class RunningJob:
         return {
             state.gpu: state.held
             for node in self.config.cluster.nodes
-            for state in Gate(self.folder.node(NodeId(node)) / "gate").report()
+            for state in Gate(gate_folder(self.config, NodeId(node))).report()
         }
 
     async def follow(self) -> None:

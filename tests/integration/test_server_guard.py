@@ -16,6 +16,7 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.expired import issue_expired
 from tests.server_credentials import nats_options, redis_options
@@ -41,9 +42,9 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.authority = Authority.create(folder / "ca", "lab")
-        own = self.credential(Identity("lab", Party.NODE, "n0"), addresses=["127.0.0.1"])
+        self.own = self.credential(Identity("lab", Party.NODE, "n0"), addresses=["127.0.0.1"])
         users = SCHEDULER, *(Identity("lab", Party.JOB, job) for job in (MATH, OTHER))
-        self.servers = EmbeddedServers(folder / "servers", guard=ServerGuard.of(own, *map(self.credential, users)))
+        self.servers = EmbeddedServers(folder / "servers", guard=ServerGuard.of(self.own, *map(self.credential, users)))
 
     def credential(self, identity: Identity, *, addresses: tuple[str, ...] | list[str] = ()) -> Path:
         folder = self.folder / f"{identity.party}-{identity.name}"
@@ -206,3 +207,35 @@ async def _plain_connect(port: int) -> bytes:
         return b""
     finally:
         writer.close()
+
+
+async def test_who_is_let_in_later_disturbs_nobody_and_who_is_put_out_has_no_right_any_more(lab: Lab) -> None:
+    late, lost = lab.of(Party.JOB, "late"), list[str]()
+
+    async def gone() -> None:
+        lost.append("nats")
+
+    scheduler, job = lab.of(Party.SCHEDULER, "a"), lab.of(Party.JOB, MATH)
+    listening = await nats.connect(lab.servers.nats.url, disconnected_cb=gone, **nats_options(job))
+    store = await Redis.from_url(lab.servers.store.url, **redis_options(job)).client()
+    await store.ping()
+    connection: Any = store.connection
+    await lab.servers.let_in(ServerGuard.of(lab.own, scheduler, job, late))
+    client = await nats.connect(lab.servers.nats.url, **nats_options(late))
+    newcomer = Redis.from_url(lab.servers.store.url, **redis_options(late))
+    await newcomer.ping()
+    await connection.send_command("PING")
+    assert await connection.read_response() == b"PONG", "it is still the connection of before"
+    assert listening.is_connected and not lost
+    await client.close()
+    await lab.servers.let_in(ServerGuard.of(lab.own, scheduler, job))
+    assert "Authorization Violation" in await lab.refusal_by_nats(**nats_options(late))
+    with pytest.raises(RedisConnectionError):
+        await newcomer.ping()
+    assert listening.is_connected and not lost
+    await lab.servers.stop()
+    await lab.servers.start()
+    assert "Authorization Violation" in await lab.refusal_by_nats(**nats_options(late)), "a restart remembers it"
+    await listening.close()
+    for each in (store, newcomer):
+        await each.aclose()

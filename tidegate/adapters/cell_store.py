@@ -280,6 +280,24 @@ class CellStore:
 
         await self._write((tables.state_cell(job),), decide)
 
+    async def submissions(self) -> dict[JobId, bytes]:
+        reading = await self._read(tables=("submissions",))
+        return {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
+
+    async def write_submissions(
+        self, texts: Mapping[JobId, bytes], *, expected: Mapping[JobId, bytes | None]
+    ) -> None:
+        cells = {tables.submission_cell(job): text for job, text in texts.items()}
+
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            changes = {cell: text for cell, text in cells.items() if reading.cells[cell] != text}
+            stale = [cell.field for cell in changes if reading.cells[cell] != expected[JobId(cell.field)]]
+            if stale:
+                raise VersionConflict(f"the record of job {stale[0]} has changed: read it again")
+            return changes, None
+
+        await self._write(tuple(cells), decide)
+
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
         cell = Cell(f"commands:{job}", command)
         return (await self._read(cells=(cell,))).cells[cell]

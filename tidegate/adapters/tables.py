@@ -6,6 +6,7 @@ Tables:
 - `open`: the open transitions of all jobs;
 - `closed:<job>`: the last closed transitions of a job;
 - `states`: one state for each job;
+- `submissions`: one text for each job of the cluster;
 - `leads:<job>`, `leases:<job>`, `commands:<job>`, `boots:<job>`.
 
 A transition is in exactly one of `open` and `closed:<job>`.
@@ -51,6 +52,10 @@ def gpu_cell(gpu: GpuId) -> Cell:
 
 def state_cell(job: JobId) -> Cell:
     return Cell("states", job)
+
+
+def submission_cell(job: JobId) -> Cell:
+    return Cell("submissions", job)
 
 
 def lead_cell(job: JobId, role: Role) -> Cell:

@@ -233,6 +233,18 @@ class Boots(Protocol):
         ...
 
 
+class JobRegistry(Protocol):
+    """The jobs that were submitted to the cluster, each as a text of its scheduler."""
+
+    async def submissions(self) -> dict[JobId, bytes]: ...
+
+    async def write_submissions(
+        self, texts: Mapping[JobId, bytes], *, expected: Mapping[JobId, bytes | None]
+    ) -> None:
+        """Writes the texts, all or none. VersionConflict where one is not as expected any more (None: not there)."""
+        ...
+
+
 class StoreIdentity(Protocol):
     async def identity(self) -> Identity: ...
 
@@ -258,7 +270,7 @@ class StoreIdentity(Protocol):
 
 
 class Store(
-    OwnershipMap, Transitions, Leases, Leads, JobStates, CommandLog, Boots, StoreIdentity, Protocol
+    OwnershipMap, Transitions, Leases, Leads, JobStates, CommandLog, Boots, JobRegistry, StoreIdentity, Protocol
 ):  # what `__main__` builds and hands out in parts
     """All ports, as one client of one server."""
 

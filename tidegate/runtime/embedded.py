@@ -9,6 +9,7 @@ Invariants:
   [test_embedded: folder_in_use_is_refused]
 - A server dies with this process. Start it from the main thread: `tidegate.runtime.dies_with_parent`.
   [test_embedded: servers_die_with_a_killed_parent]
+- Who is let in later disturbs nobody, and who is put out has no right any more. [test_server_guard: let_in_later]
 - The terminal's Ctrl-C does not reach a server, so that its users can finish first.
   [test_embedded: interrupt_does_not_reach_the_servers]
 - `start` returns when both servers answer and are the ones that it started.
@@ -30,7 +31,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from tidegate.runtime.server_kinds import NATS, VALKEY, ServerGuard, ServerKind, packaged_binary
+from tidegate.runtime.server_kinds import NATS, VALKEY, Running, ServerGuard, ServerKind, packaged_binary
 
 START_TIMEOUT_S = 20.0
 """Both answer within 0.1 s. To read the log of a long job again takes seconds."""
@@ -127,6 +128,15 @@ class EmbeddedServer:
             except PortTaken:  # another process took the port after the choice: choose again
                 if num_further == 0:
                     raise
+
+    async def let_in(self, guard: ServerGuard) -> None:
+        """Lets in whom `guard` has, and nobody else. Its users of before, who are among them, notice nothing. OSError
+        where the server does not take it: start it again then."""
+        assert self._guard is not None, "a server without a guard lets everybody in"
+        before, self._guard = self._guard, guard
+        self._kind.arguments(self._folder, self.port, guard)  # the files that a start reads, and NATS now
+        if self.is_running:
+            await self._kind.reload(Running(self.port, self.pid, self.log_path), before, guard)
 
     async def exited(self) -> int:
         """Waits for the server's death. Returns the exit status, negative for a signal."""
@@ -238,6 +248,11 @@ class EmbeddedServers:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    async def let_in(self, guard: ServerGuard) -> None:
+        """As `EmbeddedServer.let_in`, for both."""
+        for server in (self.nats, self.store):
+            await server.let_in(guard)
 
     async def first_exit(self) -> EmbeddedServer:
         """Waits until one server is dead."""

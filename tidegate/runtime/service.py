@@ -35,7 +35,7 @@ from tidegate.certs.job_credentials import credential_folder
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventSource
 from tidegate.gate import Gate
-from tidegate.job import JobFolder, load_job, snapshot_root
+from tidegate.job import JobFolder, gate_folder, load_job, snapshot_root
 from tidegate.logs import configure_logging
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.bus import BusLimits, StreamFull
@@ -234,7 +234,7 @@ class _Instance:
 
     async def _local_instance(self, snapshots: SnapshotStore, closing: contextlib.AsyncExitStack) -> LocalInstance:
         node, times = self._arguments.node, self._config.runtime
-        gate = Gate(self._folder.node(node) / "gate")
+        gate = Gate(gate_folder(self._config, node))
         launcher = self._launcher()
         closing.push_async_callback(launcher.close)
         home = WorkerHome(

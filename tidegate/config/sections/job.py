@@ -251,6 +251,9 @@ class RuntimeSection(_Section):
     max_actor_restarts: Count = 3
     host_memory_root: str = "/dev/shm"
     """The folder, in memory, of the snapshots of weights. The job makes a folder of its own in it."""
+    gate_root: ConfigPath = ""
+    """The folder of the gates of this machine's nodes, on a local disk, relative to the config's folder. Jobs that share
+    GPUs name the same one. Empty: the job's own folder has them."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
     """The size of the event stream, which NATS reserves on its disk. The stream keeps the newest 2,048 messages, and
     older events until the job's folder has them. Of figures it keeps the last of each source, kind and iteration. An

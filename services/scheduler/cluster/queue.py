@@ -1,0 +1,142 @@
+"""What happens next to the jobs of a cluster: who is placed where, who is stopped, who has ended. Pure.
+
+The queue goes by priority, then by age. Its head waits for its GPUs, and nobody passes it: a large job would wait for
+ever behind small ones.
+
+A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
+its checkpoint. After `MAX_STARTS` it ends interrupted.
+
+Read the records first, and then what the agents tell: a record that says `running` was written after its agent had
+told so.
+
+Invariants:
+- No GPU has two jobs. [test_queue: no_gpu_has_two_jobs]
+- Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
+- A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
+- An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
+- Deciding again on the result changes nothing. [test_queue: deciding_again_changes_nothing]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from tidegate.cluster.placement import placed_gpus
+from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
+from tidegate.config.job_config import JobConfig
+from tidegate.launcher.outcome import End
+from tidegate.short_lists import counted
+from tidegate.types import GpuId, JobId, NodeId
+
+MAX_STARTS = 5
+"""The most starts of a job: under a machine that dies again and again it would repeat its last iteration for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The last start of a job, as its agent tells. `end` is None while a process of it lives."""
+
+    start: int
+    end: End | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is there: slots by node, GPUs that nobody has in the ownership map, and the last start of each job."""
+
+    nodes: Mapping[NodeId, int]
+    free: Collection[GpuId]
+    ran: Mapping[JobId, Ran]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do. `changed`: records to write first. `starts` and `stops` are asked of the agents, again until they
+    have told of the result."""
+
+    changed: tuple[Submission, ...] = ()
+    starts: tuple[Submission, ...] = ()
+    stops: tuple[JobId, ...] = ()
+
+
+def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
+    before = list(submissions)
+    followed = [_followed(each, cluster.ran.get(each.job)) for each in before]
+    after = _placed(followed, cluster)
+    by_job = {each.job: each for each in after}
+    starts = [each for each in after if each.state is SubmissionState.PLACED]
+    alive = [job for job, ran in cluster.ran.items() if ran.end is None]
+    return Step(
+        changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
+        starts=tuple(starts),
+        stops=tuple(job for job in alive if not _may_run(by_job.get(job), cluster.ran[job])),
+    )
+
+
+def _may_run(submission: Submission | None, ran: Ran) -> bool:
+    if submission is None or submission.is_cancelled:
+        return False
+    return submission.is_placed and submission.starts == ran.start
+
+
+def _followed(each: Submission, ran: Ran | None) -> Submission:
+    """The record, after what became of the job's last start."""
+    if ran is not None and ran.start != each.starts:
+        ran = None
+    match each.state:
+        case SubmissionState.ENDED:
+            return each
+        case SubmissionState.QUEUED:
+            return _ended(each, End.CANCELLED, "cancelled while it waited") if each.is_cancelled else each
+        case SubmissionState.PLACED if ran is None:
+            return _ended(each, End.CANCELLED, "cancelled before it started") if each.is_cancelled else each
+        case SubmissionState.RUNNING if ran is None:
+            return _again(each, "its machine's agent ended")
+    assert ran is not None, "the cases above have those without one"
+    if ran.end is None:
+        return replace(each, state=SubmissionState.RUNNING, message="")
+    return _again(each, ran.message) if ran.end is End.INTERRUPTED else _ended(each, ran.end, ran.message)
+
+
+def _again(each: Submission, why: str) -> Submission:
+    if each.is_cancelled:
+        return _ended(each, End.CANCELLED, why)
+    if each.starts >= MAX_STARTS:
+        return _ended(each, End.INTERRUPTED, f"{why}; not started again after {each.starts} starts")
+    return replace(
+        each, state=SubmissionState.QUEUED, gpus=(), treatment=Treatment.RESUME, message=f"to go on, after: {why}"
+    )
+
+
+def _ended(each: Submission, end: End, message: str) -> Submission:
+    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message)
+
+
+def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submission]:
+    """The records, after those at the head of the queue for whom there is room were placed."""
+    every = {each.job: each for each in submissions}
+    free = set(cluster.free).difference(*(each.gpus for each in every.values()))
+    queue = sorted((each for each in every.values() if each.state is SubmissionState.QUEUED), key=_turn)
+    for num_passed, each in enumerate(queue):
+        config = JobConfig.from_json(each.config)
+        gpus = placed_gpus(config, cluster.nodes, free)
+        if gpus is None:
+            for num_ahead, waiting in enumerate(queue[num_passed:]):
+                every[waiting.job] = replace(waiting, message=_waits(waiting, num_ahead))
+            break
+        free.difference_update(gpus)
+        every[each.job] = replace(
+            each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="it starts"
+        )
+    return list(every.values())
+
+
+def _turn(each: Submission) -> tuple[int, int, JobId]:
+    return -each.priority, each.submitted_unix_ms, each.job
+
+
+def _waits(each: Submission, num_ahead: int) -> str:
+    needed = counted(len(JobConfig.from_json(each.config).gpus), "GPU")
+    return f"waits for {needed}" + (f", behind {counted(num_ahead, 'job')}" if num_ahead else "")

@@ -1,0 +1,70 @@
+"""A job's GPUs become free ones of the cluster, those of a node together and in their order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.cluster_jobs import config_of, of_size
+from tidegate.cluster.placement import cluster_gpus, misfit, placed_config, placed_gpus
+from tidegate.types import GpuId, NodeId, Role, node_of
+
+TWO = {NodeId("n0"): 8, NodeId("n1"): 4}
+
+
+def gpus(text: str) -> tuple[GpuId, ...]:
+    return tuple(GpuId(f"n{name}") for name in text.split())
+
+
+@given(st.sets(st.sampled_from(cluster_gpus(TWO))), st.integers(3, 9))
+def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) -> None:
+    found = placed_gpus(of_size("one", size), TWO, free)
+    of_a_node = max(len([gpu for gpu in free if node_of(gpu) == node]) for node in TWO)
+    if found is None:
+        assert of_a_node < size
+    else:
+        assert len({*found}) == size and free.issuperset(found)
+
+
+def test_gpus_of_one_node_stay_together_in_the_fullest_node_with_room() -> None:
+    config = of_size("one", 3)
+    assert placed_gpus(config, TWO, cluster_gpus(TWO)) == gpus("1/0 1/1 1/2"), "eight stay free for a large job"
+    assert placed_gpus(config, TWO, gpus("0/2 0/5 0/6 0/7 1/0 1/1")) == gpus("0/2 0/5 0/6")
+    assert placed_gpus(config, TWO, gpus("0/2 0/5 1/0 1/1")) is None, "four are free, but not on one node"
+
+
+def test_nodes_of_a_job_may_share_one_of_the_cluster() -> None:
+    config = config_of("two", {"a": 2, "b": 3}, "0,2", "1,3", "4")
+    assert placed_gpus(config, {NodeId("n0"): 8}, cluster_gpus({NodeId("n0"): 8})) == gpus("0/3 0/4 0/0 0/1 0/2")
+    assert placed_gpus(config, TWO, gpus("0/0 0/1 0/2 1/3 1/0")) == gpus("1/0 1/3 0/0 0/1 0/2")
+
+
+def test_a_placed_config_keeps_the_order_of_ranks_and_its_standbys() -> None:
+    config = config_of("two", {"a": 2, "b": 4}, "2,0", "3,1", "4", actor__standby="5")
+    there = gpus("1/0 1/3 0/1 0/2 0/5 0/7")
+    placed = placed_config(config, TWO, there)
+    names = dict(zip(config.gpus, there, strict=True))
+    for role in Role:
+        assert placed.placement(role) == tuple(names[gpu] for gpu in config.placement(role))
+    assert placed.standby() == (GpuId("n0/7"),)
+    assert placed.cluster.nodes == TWO
+    assert placed.actor.layout == config.actor.layout
+
+
+def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
+    assert misfit(of_size("one", 8), TWO, device="cpu") is None
+    found = misfit(of_size("one", 9), TWO, device="cpu")
+    assert found == (
+        "job one needs 9 GPUs (9 on a), those of a node together; n0 has 8, n1 has 4: give it fewer, or submit it to a "
+        "larger cluster"
+    )
+    assert "the cluster's slots are cuda" in (misfit(of_size("one", 3), TWO, device="cuda") or "")
+
+
+@pytest.mark.parametrize("text", ["0", "1,0"])
+def test_an_empty_list_stays_empty(text: str) -> None:
+    config = config_of("two", {"a": 4}, text, "2", "3")
+    there = placed_gpus(config, TWO, cluster_gpus(TWO))
+    assert there is not None
+    assert placed_config(config, TWO, there).actor.standby == ""

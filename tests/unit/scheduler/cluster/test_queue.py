@@ -1,0 +1,132 @@
+"""The queue of a cluster: who is placed, who waits, who goes on, who has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.cluster.queue import MAX_STARTS, Cluster, Ran, next_step
+from tests.unit.cluster_jobs import NODES, submitted
+from tidegate.cluster.placement import cluster_gpus
+from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
+from tidegate.launcher.outcome import End
+from tidegate.types import JobId
+
+QUEUED, PLACED, RUNNING, ENDED = SubmissionState
+ALL = cluster_gpus(NODES)
+
+
+def cluster(free: int = 8, **ran: Ran) -> Cluster:
+    return Cluster(NODES, ALL[:free], {JobId(job): each for job, each in ran.items()})
+
+
+def after(records: Iterable[Submission], there: Cluster) -> dict[str, Submission]:
+    every = {each.job: each for each in records}
+    return every | {each.job: each for each in next_step(every.values(), there).changed}
+
+
+def running(job: str, starts: int = 1, num_gpus: int = 4) -> Submission:
+    return replace(submitted(job, num_gpus), state=RUNNING, gpus=ALL[:num_gpus], starts=starts)
+
+
+def test_two_jobs_that_fit_are_placed_on_different_gpus_and_the_third_waits() -> None:
+    jobs = [submitted(name, at_ms=at) for at, name in enumerate(("a", "b", "c"))]
+    step = next_step(jobs, cluster())
+    found = {each.job: each for each in step.changed}
+    assert [found[JobId(name)].gpus for name in "ab"] == [ALL[:4], ALL[4:]]
+    assert [each.job for each in step.starts] == ["a", "b"]
+    assert (found[JobId("c")].state, found[JobId("c")].message) == (QUEUED, "waits for 4 GPUs")
+
+
+def test_a_higher_priority_goes_first_and_then_the_older() -> None:
+    jobs = [submitted("old", 8, at_ms=1), submitted("high", 8, priority=2, at_ms=3), submitted("new", 8, at_ms=2)]
+    found = after(jobs, cluster())
+    assert found["high"].state is PLACED
+    assert found["old"].message == "waits for 8 GPUs"
+    assert found["new"].message == "waits for 8 GPUs, behind 1 job"
+
+
+def test_nobody_passes_the_head_of_the_queue() -> None:
+    found = after([submitted("large", 8, at_ms=1), submitted("small", 3, at_ms=2)], cluster(free=7))
+    assert {each.state for each in found.values()} == {QUEUED}
+
+
+def test_a_job_keeps_its_gpus_until_no_process_of_it_lives() -> None:
+    waiting = submitted("b", 8)
+    cancelled = replace(running("a"), is_cancelled=True)
+    step = next_step([cancelled, waiting], cluster(a=Ran(1)))
+    assert step.stops == ("a",) and not step.starts
+    gone = next_step([cancelled, waiting], cluster(a=Ran(1, End.CANCELLED, "by hand")))
+    found = {each.job: each for each in gone.changed}
+    assert (found[JobId("a")].end, found[JobId("a")].gpus) == ("cancelled", ())
+    assert found[JobId("b")].state is PLACED
+
+
+def test_gpus_that_the_ownership_map_does_not_give_free_are_not_placed() -> None:
+    assert after([submitted("a", 4)], cluster(free=3))["a"].state is QUEUED
+
+
+def test_an_interrupted_job_goes_back_and_goes_on_from_its_checkpoint() -> None:
+    busy = Cluster(NODES, (), {JobId("a"): Ran(1, End.INTERRUPTED, "the machine was switched off")})
+    waiting = after([running("a")], busy)["a"]
+    assert (waiting.state, waiting.treatment, waiting.starts) == (QUEUED, Treatment.RESUME, 1)
+    again = after([waiting], cluster(a=Ran(1, End.INTERRUPTED)))["a"]
+    assert (again.state, again.starts) == (PLACED, 2)
+    assert next_step([again], cluster(a=Ran(1, End.INTERRUPTED))).starts == (again,)
+
+
+def test_a_job_whose_agent_knows_nothing_of_it_any_more_goes_on_too() -> None:
+    found = after([running("a", starts=2)], cluster())["a"]
+    assert (found.state, found.treatment, found.starts) == (PLACED, Treatment.RESUME, 3)
+
+
+def test_a_job_that_is_interrupted_again_and_again_ends() -> None:
+    found = after([running("a", starts=MAX_STARTS)], cluster(a=Ran(MAX_STARTS, End.INTERRUPTED, "power")))["a"]
+    assert (found.end, found.message) == ("interrupted", "power; not started again after 5 starts")
+
+
+def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
+    over = replace(submitted("a"), state=ENDED, end="cancelled", starts=1)
+    step = next_step([over], cluster(a=Ran(1), stranger=Ran(3)))
+    assert not step.changed and step.stops == ("a", "stranger")
+
+
+def test_a_cancelled_job_that_waits_ends_at_once() -> None:
+    found = after([replace(submitted("a"), is_cancelled=True)], cluster())["a"]
+    assert (found.state, found.end) == (ENDED, "cancelled")
+
+
+def test_an_old_start_that_still_runs_is_stopped_before_the_new_one_counts() -> None:
+    placed = replace(submitted("a"), state=PLACED, gpus=ALL[:4], starts=2)
+    step = next_step([placed], cluster(a=Ran(1)))
+    assert step.stops == ("a",) and not step.changed
+
+
+@given(st.data())
+def test_no_gpu_has_two_jobs_and_deciding_again_changes_nothing(data: st.DataObject) -> None:
+    names = "abcde"
+    records: Mapping[str, Submission] = {
+        name: submitted(name, data.draw(st.integers(3, 8)), priority=data.draw(st.integers(0, 1)), at_ms=at)
+        for at, name in enumerate(names)
+    }
+    ran: dict[JobId, Ran] = {}
+    for _ in range(data.draw(st.integers(1, 12))):
+        free = [gpu for gpu in ALL if data.draw(st.booleans())]
+        there = Cluster(NODES, free, ran)
+        records = after(records.values(), there)
+        held = [gpu for each in records.values() for gpu in each.gpus]
+        assert len(held) == len({*held})
+        step = next_step(records.values(), there)
+        assert not step.changed
+        for each in step.starts:
+            if data.draw(st.booleans()):
+                ran[each.job] = Ran(each.starts)
+        for job in [*ran]:
+            if data.draw(st.booleans()):
+                ran[job] = replace(ran[job], end=data.draw(st.sampled_from(End)))
+        if data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(names))
+            records = {**records, name: replace(records[name], is_cancelled=True)}

@@ -1,0 +1,86 @@
+"""Where a job's GPUs lie in a cluster. Pure.
+
+A config counts its GPUs from 0 over nodes of its own. In a cluster each of them is another one: those of one node of
+the config lie on one node of the cluster, in order, the lowest free ones first. Several nodes of a config may share a
+node of the cluster.
+
+Invariants:
+- A placed job has only free GPUs, each once. [test_placement: has_only_free_gpus]
+- GPUs of one node stay together. [test_placement: of_one_node_stay_together]
+- The placed config has the layouts and the rank order of the submitted one. [test_placement: keeps_the_order_of_ranks]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tidegate.config.gpu_lists import gpu_indices
+from tidegate.config.job_config import ConfigError, JobConfig, parse_config
+from tidegate.device_slots import DeviceKind
+from tidegate.types import GpuId, NodeId, Role, gpu_id, node_of
+
+
+def cluster_gpus(nodes: Mapping[NodeId, int]) -> tuple[GpuId, ...]:
+    """All slots of a cluster, in order."""
+    return tuple(gpu_id(node, index) for node, count in nodes.items() for index in range(count))
+
+
+def placed_gpus(config: JobConfig, nodes: Mapping[NodeId, int], free: Collection[GpuId]) -> tuple[GpuId, ...] | None:
+    """A free GPU of the cluster for each of `config.gpus`. None: there are too few. Larger nodes of the config choose
+    first."""
+    wanted: dict[NodeId, list[GpuId]] = {}
+    for gpu in config.gpus:
+        wanted.setdefault(node_of(gpu), []).append(gpu)
+    left = {node: [gpu for gpu in cluster_gpus({node: nodes[node]}) if gpu in free] for node in nodes}
+    places: dict[GpuId, GpuId] = {}
+    for group in sorted(wanted.values(), key=len, reverse=True):
+        # The fullest node that has room, so that whole nodes stay free for jobs that need them.
+        fitting = [node for node in nodes if len(left[node]) >= len(group)]
+        if not fitting:
+            return None
+        node = min(fitting, key=lambda each: len(left[each]))
+        places.update(zip(group, left[node], strict=False))
+        left[node] = left[node][len(group) :]
+    return tuple(places[gpu] for gpu in config.gpus)
+
+
+def placed_config(config: JobConfig, nodes: Mapping[NodeId, int], gpus: tuple[GpuId, ...]) -> JobConfig:
+    """The config with the cluster's nodes, and with `gpus` for its own. ConfigError where it does not fit there."""
+    at = {gpu: index for index, gpu in enumerate(cluster_gpus(nodes))}
+    own = config.cluster.gpus()
+    there = dict(zip(config.gpus, gpus, strict=True))
+
+    def moved(text: str) -> str:
+        return ",".join(str(at[there[own[index]]]) for index in gpu_indices(text)) if text else ""
+
+    fields = config.model_dump(mode="json")
+    fields["cluster"]["nodes"] = dict(nodes)
+    placement = fields["cluster"]["component_placement"]
+    for role in Role:
+        placement[role] = moved(placement[role])
+    for component in ("actor", "rollout"):
+        fields[component]["standby"] = moved(fields[component]["standby"])
+    return parse_config(fields)
+
+
+def misfit(config: JobConfig, nodes: Mapping[NodeId, int], *, device: DeviceKind) -> str | None:
+    """Why the job can never run in this cluster, with the numbers. None: it can."""
+    if config.cluster.device != device:
+        return f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {device}"
+    every = cluster_gpus(nodes)
+    found = placed_gpus(config, nodes, every)
+    if found is None:
+        own: dict[NodeId, int] = {}
+        for gpu in config.gpus:
+            own[node_of(gpu)] = own.get(node_of(gpu), 0) + 1
+        needs = ", ".join(f"{count} on {node}" for node, count in own.items())
+        has = ", ".join(f"{node} has {count}" for node, count in nodes.items())
+        return (
+            f"job {config.job} needs {len(config.gpus)} GPUs ({needs}), those of a node together; {has}: give it fewer, "
+            "or submit it to a larger cluster"
+        )
+    try:
+        placed_config(config, nodes, found)
+    except ConfigError as error:
+        return f"job {config.job} does not fit the cluster's nodes: {error}"
+    return None
