@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import certs, job_commands, manual_arguments, manual_moves, scaling
+from cli import certs, cluster, job_commands, manual_arguments, manual_moves, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -55,7 +55,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(error, code=BAD_USAGE)
     except PeerRefused as refused:
         return _say(refused.reason, code=FAILED)
-    except (NotRunning, NotMoved, NotRecorded, PeerUnavailable, ValueError) as error:
+    except (NotRunning, NotMoved, NotRecorded, cluster.NotUp, PeerUnavailable, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has left (`| head`): nothing more can be written, at exit neither.
@@ -104,6 +104,12 @@ def _run(args: argparse.Namespace) -> int:
             from cli import run_commands
 
             return run_commands.run(args, form)
+        case "submit":
+            return cluster.submit(args, form)
+        case "up":
+            return cluster.up(args, output_dir, form)
+        case "down":
+            return cluster.down(output_dir, form)
         case "schema":
             print((files("tidegate") / "config.schema.json").read_text(), end="")
             return 0
@@ -170,6 +176,7 @@ def _parser() -> Parser:
 
     demo = command("demo", "Run the demo: one job under static and under tide, from nothing to a comparison.")
     _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
+    _add_cluster_commands(command)
     simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
     completion = commands.add_parser("completion", help=_COMPLETION, description=_COMPLETION)
@@ -209,6 +216,29 @@ def _parser() -> Parser:
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
     return parser
+
+
+def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """A cluster that stays on this machine, and its queue."""
+    up = command("up", "Start a cluster on this machine. It takes jobs from then on, also after this shell has ended.")
+    up.add_argument("node", nargs="+", metavar="NODE=SLOTS", help="its nodes with their GPU slots, such as n0=8")
+    up.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what a slot is (default: cpu, a process)")
+    command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
+    submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)
+    _add_config(submit)
+    submit.add_argument("--priority", type=int, default=0, help="jobs with a higher one go first (default: 0)")
+    submit.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    submit.add_argument("--force", action="store_true", help="remove the files of the job's earlier run and start over")
+    submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG | key=value",
+        help="YAML files, where a later one overrides an earlier one, and changes such as algorithm.group_size=8",
+    )
 
 
 def _add_explaining(
@@ -257,12 +287,7 @@ def _add_run_arguments(demo: argparse.ArgumentParser, run: argparse.ArgumentPars
         "--policy", choices=POLICIES, default=None, help="run one job under this policy, and compare none"
     )
     demo.add_argument("--seed", type=seed, default=None, help="the same seed gives the same run (default: 0)")
-    run.add_argument(
-        "config",
-        nargs="+",
-        metavar="CONFIG | key=value",
-        help="YAML files, where a later one overrides an earlier one, and changes such as algorithm.group_size=8",
-    )
+    _add_config(run)
     run.add_argument(
         "--dry-run", action="store_true", help="check everything and print the resolved config; start nothing"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cli import job_streams, jobs
+from cli import cluster, job_streams, jobs
 from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
@@ -54,11 +54,11 @@ def _show_findings(findings: list[Finding], form: Form) -> int:
 
 
 async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
-    folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     if what == "jobs":
-        rows = [await jobs.job_row(folder) for folder in folders]
+        rows = await _job_rows(names, output_dir)
         show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
         return 0
+    folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []
     for folder in folders:
         rows += await _rows_of(what, folder, is_named=bool(names))
@@ -152,8 +152,9 @@ async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 
 async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
-    async with control_of(jobs.job_folder(output_dir, job)) as control:
-        await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
+    if not await cluster.cancelled(output_dir, job):
+        async with control_of(jobs.job_folder(output_dir, job)) as control:
+            await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
     print(
         answer_text({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
     )
@@ -171,6 +172,24 @@ async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path,
         answer_text({"job": job, "dead_letter": letter, "done": done}, f"job {job}: dead letter {letter} {done}", form)
     )
     return 0
+
+
+async def _job_rows(names: list[str], output_dir: Path) -> list[Row]:
+    """The jobs that have a folder, and those of a cluster that wait or start."""
+    submitted = {each.job: each for each in await cluster.submissions(output_dir)}
+    waiting = [each for each in submitted.values() if each.state in ("queued", "placed")]
+    rows: dict[str, Row] = {
+        each.job: dict.fromkeys(jobs.JOB_COLUMNS) | {"job": each.job, "state": each.state, "message": each.message}
+        for each in waiting
+        if not names or each.job in names
+    }
+    named = [name for name in names if name not in rows]
+    folders = [jobs.job_folder(output_dir, name) for name in named]
+    if not names and (output_dir.is_dir() or not submitted):
+        folders = [folder for folder in jobs.job_folders(output_dir) if folder.root.name not in rows]
+    for folder in folders:
+        rows[folder.root.name] = await jobs.job_row(folder)
+    return [rows[job] for job in sorted(rows)]
 
 
 async def _rows_of(what: str, folder: JobFolder, *, is_named: bool) -> list[Row]:

@@ -22,6 +22,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 
 from tidegate.candidates import has_spread
+from tidegate.ownership.records import GateState
 from tidegate.types import LARGEST_TERM, GpuId, Grant, JobId, Layout, Role, SampleId, Token, job_id
 from tidegate.v1 import events_pb2, samples_pb2, types_pb2
 
@@ -78,6 +79,16 @@ def decode_token(wire: types_pb2.Token) -> Token:
         if number > LARGEST_TERM:
             raise WireError(f"Token.{field} is {number}; it must be at most {LARGEST_TERM}")
     return Token(term=wire.term, counter=wire.counter)
+
+
+def encode_gate_state(state: GateState) -> events_pb2.GateState:
+    token = None if state.highest_token is None else encode_token(state.highest_token)
+    return events_pb2.GateState(gpu=state.gpu, highest_token=token, held=state.held)
+
+
+def decode_gate_state(wire: events_pb2.GateState) -> GateState:
+    token = decode_token(wire.highest_token) if wire.HasField("highest_token") else None
+    return GateState(decode_gpu(wire.gpu, field="GateState.gpu"), token, wire.held)
 
 
 def encode_grant(grant: Grant) -> types_pb2.Grant:

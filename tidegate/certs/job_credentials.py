@@ -22,22 +22,22 @@ from tidegate.certs.authority import MOST_DAYS, Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.types import JobId
 
-_CLUSTER = "local"
-SCHEDULER = Identity(_CLUSTER, Party.SCHEDULER, "scheduler")
-OPERATOR = Identity(_CLUSTER, Party.OPERATOR, "user")
-SERVERS = Identity(_CLUSTER, Party.NODE, "servers")
+CLUSTER = "local"
+SCHEDULER = Identity(CLUSTER, Party.SCHEDULER, "scheduler")
+OPERATOR = Identity(CLUSTER, Party.OPERATOR, "user")
+SERVERS = Identity(CLUSTER, Party.NODE, "servers")
 LOOPBACK = "127.0.0.1"
 
 
 def job_identity(job: JobId) -> Identity:
     """Whoever answers for one of the job's components."""
-    return Identity(_CLUSTER, Party.JOB, job)
+    return Identity(CLUSTER, Party.JOB, job)
 
 
 def issue_job_credentials(host_memory: Path, job: JobId) -> None:
     """Writes new ones into the job's folder in host memory. OSError."""
     with TemporaryDirectory(dir=host_memory) as folder:
-        authority = Authority.create(Path(folder), _CLUSTER)
+        authority = Authority.create(Path(folder), CLUSTER)
         for identity in (SCHEDULER, job_identity(job), OPERATOR, SERVERS):
             to = credential_folder(host_memory, identity.party)
             authority.issue(identity, to, addresses=[LOOPBACK] if identity is SERVERS else [], days=MOST_DAYS)

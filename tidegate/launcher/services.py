@@ -1,7 +1,7 @@
 """The processes of a job, and the order in which they start and end.
 
 Start:
-1. on CPUs, one fork server for each node, before anything that has threads;
+1. on CPUs, one fork server for each node, before anything that has threads, unless the machine keeps one;
 2. the tracker, if there is one;
 3. the scheduler;
 4. each component's instance on each node.
@@ -33,6 +33,7 @@ import structlog
 
 import tidegate
 from tidegate.config.job_config import JobConfig
+from tidegate.device_slots import DeviceKind
 from tidegate.job import JobFolder
 from tidegate.runtime.large_copies import with_large_copies
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
@@ -73,14 +74,14 @@ class JobServices:
 
     def specs(self) -> Iterator[ServiceSpec]:
         """In the order of their start."""
-        for node in self._forking_nodes():
-            yield self._spec(_forkserver(node), self._forkserver_command(node))
+        for node in self._own_fork_servers():
+            yield self._spec(_forkserver(node), forkserver_command(self._socket(node)))
         if self._config.tracking.is_on:
             yield self._tracker_spec()
         yield self._spec(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
         for role, node in self._instances():
             command = (f"services.{role}", *self._config_arguments(), "--node", node)
-            forks = ("--forkserver", str(self._socket(node))) if node in self._forking_nodes() else ()
+            forks = ("--forkserver", str(self._socket(node))) if self._forks else ()
             yield self._spec(instance_id(role, node), (*command, *forks))
 
     async def next_end(self) -> ServiceEnd:
@@ -96,7 +97,7 @@ class JobServices:
             [SCHEDULER],
             [instance_id(role, node) for role, node in self._instances()],
             [TRACKER],
-            [_forkserver(node) for node in self._forking_nodes()],
+            [_forkserver(node) for node in self._own_fork_servers()],
         ):
             ends = await self._supervisor.stop(*(name for name in names if name in self._started))
             for end in ends:
@@ -112,8 +113,12 @@ class JobServices:
     def _nodes(self) -> list[NodeId]:
         return [NodeId(node) for node in self._config.cluster.nodes]
 
-    def _forking_nodes(self) -> list[NodeId]:
-        return self._nodes() if self._config.cluster.device == "cpu" else []
+    @property
+    def _forks(self) -> bool:
+        return self._config.cluster.device == "cpu"
+
+    def _own_fork_servers(self) -> list[NodeId]:
+        return self._nodes() if self._forks and not self._config.runtime.fork_server else []
 
     def _instances(self) -> Iterator[tuple[Role, NodeId]]:
         """One for every role on every node. The scheduler decides which GPUs it gets."""
@@ -122,36 +127,38 @@ class JobServices:
                 yield role, node
 
     def _spec(self, name: str, command: tuple[str, ...]) -> ServiceSpec:
-        root = str(Path(tidegate.__file__).parents[1])
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self._config.cluster.device == "cpu" else {}
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         return ServiceSpec(
             name=name,
             command=(sys.executable, "-m", *command),
             log_path=self.log_of(name),
-            # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
-            env={"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
-            | hidden
-            | with_large_copies(os.environ),
+            env=service_env(self._config.cluster.device),
             max_restarts=_MAX_RESTARTS,
         )
 
-    def _forkserver_command(self, node: NodeId) -> tuple[str, ...]:
-        return (
-            "tidegate.runtime.forkserver",
-            "--socket",
-            str(self._socket(node)),
-            "--preload",
-            ",".join(_PRELOAD),
-            "--owner-pid",
-            str(os.getpid()),
-        )
-
     def _socket(self, node: NodeId) -> Path:
-        return self._sockets / f"{_forkserver(node)}.sock"
+        return Path(self._config.runtime.fork_server or self._sockets / f"{_forkserver(node)}.sock")
 
     def _config_arguments(self) -> tuple[str, str]:
         return ("--config", str(self._folder.config))
+
+
+def service_env(device: DeviceKind) -> dict[str, str]:
+    """The environment of a service, besides this process's."""
+    root = str(Path(tidegate.__file__).parents[1])
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
+    return (
+        {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        | hidden
+        | with_large_copies(os.environ)
+    )
+
+
+def forkserver_command(socket: Path) -> tuple[str, ...]:
+    """Of a fork server for workers of all roles, which dies with this process."""
+    owner = ("--owner-pid", str(os.getpid()))
+    return ("tidegate.runtime.forkserver", "--socket", str(socket), "--preload", ",".join(_PRELOAD), *owner)
 
 
 def _forkserver(node: NodeId) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from tidegate.codec import decode_grant, decode_grants, encode_grants, encode_token, require
+from tidegate.codec import decode_grant, decode_grants, encode_gate_state, encode_grants, require
 from tidegate.gate import Gate, GateClosed, GateDamaged, GateState
 from tidegate.ownership.records import UnknownGpu
 from tidegate.runtime.crew import WorkerGone, WorkerRefused
@@ -28,7 +28,7 @@ from tidegate.runtime.launch import LaunchRefused
 from tidegate.runtime.snapshots import FetchedSnapshot, SnapshotStore, SnapshotUnavailable, StaleSnapshot
 from tidegate.runtime.workers import LocalWorkers
 from tidegate.types import GpuId, Grant, JobId, NodeId
-from tidegate.v1 import events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
+from tidegate.v1 import instance_pb2, instance_pb2_grpc, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
 STATUSES: Mapping[type[Exception], grpc.StatusCode] = {
@@ -218,7 +218,7 @@ class InstanceServicer(instance_pb2_grpc.InstanceServicer):
     ) -> instance_pb2.GateReportResponse:
         states = await self._instance.gate_report()
         return instance_pb2.GateReportResponse(
-            node=self._instance.node, gpus=[_encode_state(state) for state in states]
+            node=self._instance.node, gpus=[encode_gate_state(state) for state in states]
         )
 
 
@@ -249,8 +249,3 @@ def _time_left(context: Context) -> float:
     remaining_s = context.time_remaining()
     assert remaining_s is not None
     return max(0.0, remaining_s - DEADLINE_MARGIN_S)
-
-
-def _encode_state(state: GateState) -> events_pb2.GateState:
-    token = None if state.highest_token is None else encode_token(state.highest_token)
-    return events_pb2.GateState(gpu=state.gpu, highest_token=token, held=state.held)

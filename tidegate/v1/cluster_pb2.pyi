@@ -75,20 +75,12 @@ Global___SubmitJobResponse: _TypeAlias = SubmitJobResponse  # noqa: Y015
 class ListSubmissionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    KNOWN_VERSION_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    known_version: _builtins.int
-    """The answer comes once there is another version than this, and at the latest after wait_s. 0 s: at once."""
-    wait_s: _builtins.float
     def __init__(
         self,
-        *,
-        known_version: _builtins.int = ...,
-        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,20 +91,16 @@ class ListSubmissionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    """Of the replica that answers. It grows with each change that the replica sees."""
     @_builtins.property
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     def __init__(
         self,
         *,
         submissions: _abc.Iterable[Global___Submission] | None = ...,
-        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["submissions", b"submissions", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,7 +201,7 @@ class GetNodeRequest(_message.Message):
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     known_version: _builtins.int
-    """As those of ListSubmissions, of the agent's version."""
+    """The answer comes once there is another version than this, and at the latest after wait_s. 0 s: at once."""
     wait_s: _builtins.float
     def __init__(
         self,
@@ -370,15 +358,19 @@ class StopJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    CANCELS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    cancels: _builtins.bool
+    """For good. If not, it can go on from its checkpoint."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        cancels: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,11 +53,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do. `changed`: records to write first. `starts` and `stops` are asked of the agents, again until they
-    have told of the result."""
+    """What to do. `changed`: records to write first. The others are asked of the agents, again until they have told of
+    the result: jobs to start, jobs to end for good, and starts that should not run any more."""
 
     changed: tuple[Submission, ...] = ()
     starts: tuple[Submission, ...] = ()
+    cancels: tuple[JobId, ...] = ()
     stops: tuple[JobId, ...] = ()
 
 
@@ -68,17 +69,17 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
     by_job = {each.job: each for each in after}
     starts = [each for each in after if each.state is SubmissionState.PLACED]
     alive = [job for job, ran in cluster.ran.items() if ran.end is None]
+    cancelled = [job for job in alive if job in by_job and by_job[job].is_cancelled]
     return Step(
         changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
         starts=tuple(starts),
-        stops=tuple(job for job in alive if not _may_run(by_job.get(job), cluster.ran[job])),
+        cancels=tuple(cancelled),
+        stops=tuple(job for job in alive if job not in cancelled and not _may_run(by_job.get(job), cluster.ran[job])),
     )
 
 
 def _may_run(submission: Submission | None, ran: Ran) -> bool:
-    if submission is None or submission.is_cancelled:
-        return False
-    return submission.is_placed and submission.starts == ran.start
+    return submission is not None and submission.is_placed and submission.starts == ran.start
 
 
 def _followed(each: Submission, ran: Ran | None) -> Submission:

@@ -9,7 +9,7 @@ from services.scheduler.shell.requests import Request
 from services.scheduler.state.cluster_state import ClusterState
 from tidegate.adapters.grpc_client import Channels
 from tidegate.certs.identity import Identity
-from tidegate.codec import WireError, decode_gpu, decode_token
+from tidegate.codec import WireError, decode_gate_state
 from tidegate.gate import GateState
 from tidegate.ownership.adoption import GateReports
 from tidegate.ports.rpc import PeerRefused
@@ -87,11 +87,4 @@ class Peers:
 
 def _gate_states(report: instance_pb2.GateReportResponse) -> Sequence[GateState]:
     """WireError: the report is damaged."""
-    return [
-        GateState(
-            decode_gpu(each.gpu, field="GateState.gpu"),
-            decode_token(each.highest_token) if each.HasField("highest_token") else None,
-            each.held,
-        )
-        for each in report.gpus
-    ]
+    return [decode_gate_state(each) for each in report.gpus]

@@ -58,7 +58,7 @@ def test_a_job_keeps_its_gpus_until_no_process_of_it_lives() -> None:
     waiting = submitted("b", 8)
     cancelled = replace(running("a"), is_cancelled=True)
     step = next_step([cancelled, waiting], cluster(a=Ran(1)))
-    assert step.stops == ("a",) and not step.starts
+    assert step.cancels == ("a",) and not step.starts and not step.stops
     gone = next_step([cancelled, waiting], cluster(a=Ran(1, End.CANCELLED, "by hand")))
     found = {each.job: each for each in gone.changed}
     assert (found[JobId("a")].end, found[JobId("a")].gpus) == ("cancelled", ())

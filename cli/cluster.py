@@ -1,0 +1,256 @@
+"""`tidegate up`, `down`, `submit`: a cluster that stays on this machine, and its queue of jobs.
+
+The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. `get jobs` and `cancel` ask it too, where one is
+up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from cli.rows import Form, Row, answer_text
+from cli.usage import BadUsage
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.authority import CertsError
+from tidegate.certs.job_credentials import SCHEDULER
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.config.files import load_sources, sources_of
+from tidegate.config.job_config import ConfigError
+from tidegate.config.reading.origins import with_origins
+from tidegate.job import load_job
+from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
+from tidegate.launcher.services import service_env
+from tidegate.ports.rpc import PeerUnavailable
+from tidegate.types import NodeId
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+UP_TIMEOUT_S = 60.0
+"""It takes 2 s. A store with a long history is read again first."""
+DOWN_TIMEOUT_S = 120.0
+ANSWER_S = 15.0
+"""The scheduler is started again within a second, and takes 2 s on an idle machine."""
+_LOOK_AGAIN_S = 0.05
+_FOLLOW_S = 0.5
+MOST_SLOTS = 1024
+
+
+class NoCluster(NotRunning):
+    """No cluster is up in the folder."""
+
+
+class NotUp(RuntimeError):
+    """The cluster did not start, or did not end."""
+
+
+def nodes_of(words: list[str]) -> dict[NodeId, int]:
+    """["n0=8", "n1=4"] as slots by node. BadUsage."""
+    found: dict[NodeId, int] = {}
+    for word in words:
+        node, equals, count = word.partition("=")
+        if not (equals and node and count.isascii() and count.isdecimal() and 1 <= int(count) <= MOST_SLOTS):
+            raise BadUsage(f"{word!r} is no node with its slots, as in n0=8 (1 to {MOST_SLOTS})")
+        if NodeId(node) in found:
+            raise BadUsage(f"node {node} is named twice")
+        found[NodeId(node)] = int(count)
+    return found
+
+
+def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
+    """Starts the cluster's agent, and returns once the cluster takes jobs. NotUp."""
+    folder, nodes = ClusterFolder.of(output_dir), nodes_of(args.node)
+    if (pid := agent_pid(folder)) is not None:
+        raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
+    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = ("--output-dir", str(output_dir), "--nodes", json.dumps(nodes), "--device", args.device)
+    command = [sys.executable, "-m", "services.node", *words]
+    log = folder.logs / "agent.out"
+    log.unlink(missing_ok=True)
+    with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
+        env = {**os.environ, **service_env(args.device)}
+        agent = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+        )
+    _until_up(folder, agent, log)
+    text = ", ".join(f"{node} with {count} slots" for node, count in nodes.items())
+    answer = {"folder": str(output_dir), "agent": agent.pid, "nodes": dict(nodes), "device": args.device}
+    print(answer_text(answer, f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit", form))
+    return 0
+
+
+def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while agent.poll() is None and time.monotonic() < deadline_s:
+        with suppress(NoCluster, PeerUnavailable):
+            asyncio.run(_answers(folder))
+            return
+        time.sleep(_LOOK_AGAIN_S)
+    said = log.read_text(errors="replace").strip().splitlines()
+    how = "gave no answer" if agent.poll() is None else f"ended with status {agent.returncode}"
+    if agent.poll() is None:
+        agent.terminate()
+    raise NotUp(f"the cluster's agent {how}: {said[-1] if said else f'see {folder.logs}'}")
+
+
+async def _answers(folder: ClusterFolder) -> None:
+    async with cluster_of(folder) as cluster:
+        await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())
+
+
+def down(output_dir: Path, form: Form) -> int:
+    """Ends the cluster: jobs that run are interrupted, and go on after the next `up`. NoCluster, NotUp."""
+    folder = ClusterFolder.of(output_dir)
+    pid = agent_pid(folder)
+    if pid is None:
+        raise NoCluster(f"no cluster is up in {output_dir}")
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            if not select.select([pidfd], [], [], DOWN_TIMEOUT_S)[0]:
+                raise NotUp(f"the cluster's agent {pid} has not ended within {DOWN_TIMEOUT_S:g} s: see {folder.logs}")
+        finally:
+            os.close(pidfd)
+    text = f"the cluster of {output_dir} is down; tidegate up goes on with its queue"
+    print(answer_text({"folder": str(output_dir), "state": "down"}, text, form))
+    return 0
+
+
+def submit(args: argparse.Namespace, form: Form) -> int:
+    """Checks a job as `run` does, and puts it into the cluster's queue."""
+    if args.resume and args.force:
+        raise BadUsage("--resume needs the files that --force removes: give only one of them")
+    options = {} if args.output_dir is None else {"output_dir": args.output_dir}
+    sourced = load_sources(sources_of(args.config, options))
+    config = sourced.config
+    config = config.model_copy(update={"output_dir": str(Path(config.output_dir).resolve())})
+    for warning in (*sourced.notes, *config.warnings()):
+        print(f"tidegate: {warning}", file=sys.stderr)
+    try:
+        load_job(config)
+    except ConfigError as error:
+        raise ConfigError(with_origins(str(error), sourced.layer)) from error
+    words = ["tidegate", "submit", *args.config]
+    if args.output_dir is not None:
+        words += ["--output-dir", args.output_dir]
+    request = cluster_pb2.SubmitJobRequest(
+        config=config.to_json(),
+        treatment="resume" if args.resume else "force" if args.force else "fresh",
+        priority=args.priority,
+        command=shlex.join(words),
+    )
+    folder = ClusterFolder.of(Path(config.output_dir))
+    return asyncio.run(_submit(folder, request, form, follow=args.follow))
+
+
+async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool) -> int:
+    async with cluster_of(folder) as cluster:
+        found = (await cluster.SubmitJob(request)).submission
+    print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
+    if not follow:
+        return 0
+    last = ("", "")
+    while found.state != "ended":
+        if (now := (found.state, found.message)) != last:
+            told = f": {found.message}" if found.message else ""
+            print(f"tidegate: job {found.job} is {found.state}{told}", file=sys.stderr)
+            last = now
+        await asyncio.sleep(_FOLLOW_S)
+        found = next(each for each in await _listed(folder) if each.job == found.job)
+    print(f"tidegate: job {found.job} {found.end}: {found.message}", file=sys.stderr)
+    return int(found.end != "finished")
+
+
+async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
+    """Those of the cluster of this folder; none where no cluster is up."""
+    try:
+        return await _listed(ClusterFolder.of(output_dir))
+    except NoCluster:
+        return []
+
+
+async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
+    """All jobs. A scheduler that died is there again within seconds: it is asked until then. NoCluster."""
+    deadline_s = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            async with cluster_of(folder) as cluster:
+                return list((await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions)
+        except PeerUnavailable as error:
+            if agent_pid(folder) is None:
+                raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
+            if time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def cancelled(output_dir: Path, job: str) -> bool:
+    """Cancels a job of the cluster. False: no cluster is up, or it does not have the job."""
+    if not any(each.job == job and each.state != "ended" for each in await submissions(output_dir)):
+        return False
+    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+        await cluster.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=job))
+    return True
+
+
+def row_of(each: cluster_pb2.Submission) -> Row:
+    return {
+        "job": each.job,
+        "state": each.end or each.state,
+        "priority": each.priority,
+        "gpus": list(each.gpus),
+        "num_gpus": each.num_gpus,
+        "starts": each.num_starts,
+        "message": each.message,
+    }
+
+
+def agent_pid(folder: ClusterFolder) -> int | None:
+    """The pid of the agent that has the folder now."""
+    try:
+        fd = os.open(folder.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        with suppress(ValueError, KeyError):
+            record = typed(dict, parse_json(os.pread(fd, 1024, 0)), "the agent's lock")
+            return whole_number(record["pid"], "pid")
+        return None
+    finally:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    """A stub of the Cluster API. NoCluster where none is up."""
+    output_dir = folder.root.parent
+    try:
+        fields = parse_json(folder.endpoint.read_bytes())
+        endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
+        tls = Credentials(Path(credential))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NoCluster(f"no cluster is up in {output_dir}: start one with tidegate up n0=8") from error
+    except (ValueError, KeyError, TypeError, CertsError) as error:
+        raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
+    channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
+    try:
+        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, SCHEDULER))
+    finally:
+        await channels.close()

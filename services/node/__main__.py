@@ -1,0 +1,237 @@
+"""The agent of a machine: `python -m services.node --output-dir FOLDER --nodes n0=8 ...`.
+
+It keeps a whole cluster on this machine: NATS and Redis, the gates, a fork server, the cluster's scheduler, and the
+launchers of the jobs that the scheduler asks for. All of them are its children and die with it. The queue is in the
+stores, so the next agent in the same folder goes on with it: jobs that ran go on from their checkpoints.
+
+Order of a start: lock, credentials, servers, gRPC, fork server, description, scheduler.
+Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers.
+
+A server that dies is started again, on its port and its data.
+
+Invariants:
+- One agent at a time has a cluster's folder. [test_cluster: a_second_agent]
+- However it ends, no process and no host memory of it remains. [test_cluster: leaves_nothing]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import structlog
+
+from services.node.jobs import NodeJobs, StillRuns
+from services.node.servicer import NodeServicer, Version
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.identity import Party
+from tidegate.cluster.credentials import ClusterCredentials
+from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.config.job_config import JobConfig
+from tidegate.device_slots import DeviceKind
+from tidegate.gate import Gate
+from tidegate.launcher.claim import write_private
+from tidegate.launcher.services import forkserver_command, service_env
+from tidegate.logs import configure_logging
+from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
+from tidegate.runtime.processes import ServiceSpec, Supervisor
+from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
+from tidegate.runtime.service import STOP_GRACE_S, stop_signal
+from tidegate.types import JobId, NodeId, job_id
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+SOURCE = "agent"
+SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
+_MAX_RESTARTS = 1000
+"""An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
+
+
+class AgentRuns(RuntimeError):
+    """Another agent has the folder."""
+
+
+class Agent:
+    """The parts of a cluster on one machine, between `run`'s start and its end."""
+
+    def __init__(
+        self, folder: ClusterFolder, nodes: Mapping[NodeId, int], device: DeviceKind, *, memory: Path
+    ) -> None:
+        self._folder = folder
+        self._nodes = nodes
+        self._device = device
+        self._memory = memory
+        self._credentials = ClusterCredentials.issue(memory / "credentials")
+        self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
+        """The credentials of the jobs that the servers let in."""
+        self._servers = EmbeddedServers(folder.servers, guard=self._guard())
+        self._supervisor = Supervisor()
+        self._log = structlog.get_logger(SOURCE)
+
+    async def run(self) -> None:
+        """Until SIGTERM. ServerFailed, FolderInUse, ServerPackageMissing."""
+        stopping = await stop_signal()
+        folder, tls = self._folder, Credentials(self._credentials.of(Party.NODE))
+        version = Version(time.time_ns())
+        gates = {node: Gate(folder.gates / node) for node in self._nodes}
+        async with contextlib.AsyncExitStack() as closing:
+            await closing.enter_async_context(self._servers)
+            servicer = NodeServicer(self._nodes, self._device, gates, version)
+            descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
+            served = Service(
+                descriptor,
+                lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(servicer, server),
+                {StillRuns: grpc.StatusCode.FAILED_PRECONDITION},
+            )
+            jobs = NodeJobs(
+                folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed
+            )
+            servicer.jobs = jobs
+            server = await serve([served], "127.0.0.1:0", tls=tls)
+            closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+            closing.push_async_callback(self._supervisor.aclose)
+            closing.push_async_callback(jobs.aclose)
+            if self._device == "cpu":
+                self._supervisor.start(self._spec(FORK_SERVER, forkserver_command(self._fork_server)))
+            self._describe(server.endpoint)
+            closing.callback(folder.description.unlink, missing_ok=True)
+            closing.callback(folder.endpoint.unlink, missing_ok=True)
+            self._supervisor.start(self._spec(SCHEDULER, ("services.scheduler.cluster", "--folder", str(folder.root))))
+            closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
+            self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._nodes))
+            watching = [asyncio.create_task(each) for each in (self._watch_servers(), self._watch_ends(jobs))]
+            stop = asyncio.create_task(stopping.wait())
+            try:
+                done, _ = await asyncio.wait({stop, *watching}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stop}:
+                    task.result()
+            finally:
+                self._log.info("stopping")
+                for task in (stop, *watching):
+                    task.cancel()
+                await asyncio.gather(stop, *watching, return_exceptions=True)
+
+    @property
+    def _fork_server(self) -> Path:
+        return self._memory / "forkserver.sock"
+
+    def _spec(self, name: str, command: tuple[str, ...]) -> ServiceSpec:
+        return ServiceSpec(
+            name=name,
+            command=(sys.executable, "-m", *command),
+            log_path=self._folder.logs / f"{name}.out",
+            env=service_env(self._device),
+            max_restarts=_MAX_RESTARTS,
+        )
+
+    def _describe(self, endpoint: str) -> None:
+        description = ClusterDescription(
+            nodes=self._nodes,
+            device=self._device,
+            nats_url=self._servers.nats.url,
+            redis_url=self._servers.store.url,
+            agent=endpoint,
+            credentials=str(self._credentials.root),
+        )
+        write_private(self._folder.description, description.to_json())
+
+    def _guard(self) -> ServerGuard:
+        users = [self._credentials.of(Party.SCHEDULER), *(folder for pair in self._jobs_in.values() for folder in pair)]
+        return ServerGuard.of(self._credentials.of(Party.NODE), *users)
+
+    async def _prepared(self, config: JobConfig) -> JobConfig:
+        job = job_id(config.job)
+        self._jobs_in[job] = self._credentials.issue_to_job(job)
+        await self._servers.let_in(self._guard())
+        own = str(self._credentials.of_job(job))
+        servers = {
+            "nats_url": self._servers.nats.url,
+            "redis_url": self._servers.store.url,
+            "nats_credentials": own,
+            "redis_credentials": own,
+        }
+        runtime = {"gate_root": str(self._folder.gates)}
+        if self._device == "cpu":
+            runtime["fork_server"] = str(self._fork_server)
+        return config.model_copy(
+            update={
+                "servers": config.servers.model_copy(update=servers),
+                "runtime": config.runtime.model_copy(update=runtime),
+            }
+        )
+
+    async def _left(self, job: JobId) -> None:
+        if self._jobs_in.pop(job, None) is None:
+            return
+        await self._servers.let_in(self._guard())
+        shutil.rmtree(self._credentials.of_job(job), ignore_errors=True)
+
+    async def _watch_servers(self) -> None:
+        while True:
+            dead = await self._servers.first_exit()
+            self._log.warning("server died, started again", server=dead.name, log=str(dead.log_path))
+            await self._servers.start()
+
+    async def _watch_ends(self, jobs: NodeJobs) -> None:
+        while True:
+            ended = await self._supervisor.next_end()
+            if ended.name in (SCHEDULER, FORK_SERVER):
+                self._log.warning("process ended", name=ended.name, status=ended.exit_status)
+                if ended.restarts_in_s is None and not ended.was_asked:
+                    raise ServerFailed(f"{ended.name} ended with status {ended.exit_status} and stays away")
+            await jobs.note_end(ended)
+
+
+@contextlib.contextmanager
+def locked(folder: ClusterFolder) -> Iterator[None]:
+    """AgentRuns."""
+    folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down") from None
+        os.pwrite(fd, json.dumps({"pid": os.getpid()}).encode().ljust(64), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.node", description="The agent of a machine.")
+    parser.add_argument("--output-dir", type=Path, required=True, help="the folder of the jobs' folders")
+    parser.add_argument("--nodes", required=True, help="the slots by node, as JSON")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    folder = ClusterFolder.of(args.output_dir)
+    nodes = {NodeId(node): int(count) for node, count in json.loads(args.nodes).items()}
+    memory = folder.host_memory(args.host_memory_root)
+    try:
+        with locked(folder):
+            configure_logging(SOURCE, path=folder.logs / f"{SOURCE}.jsonl")
+            shutil.rmtree(memory, ignore_errors=True)
+            memory.mkdir(mode=0o700)
+            try:
+                asyncio.run(Agent(folder, nodes, args.device, memory=memory).run())
+            finally:
+                shutil.rmtree(memory, ignore_errors=True)
+    except (AgentRuns, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

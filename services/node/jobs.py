@@ -1,0 +1,156 @@
+"""The jobs that the agent starts: one launcher for each, a child of the agent that dies with it.
+
+Invariants:
+- A start of a job happens once, however often it is asked for. [test_node_jobs: a_start_happens_once]
+- A job has one launcher at a time. [test_node_jobs: while_an_earlier_one_lives]
+- A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import structlog
+
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.submissions import Treatment
+from tidegate.config.job_config import JobConfig
+from tidegate.job import JobFolder
+from tidegate.json_text import parse_json, typed
+from tidegate.launcher.claim import write_private
+from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.outcome import End
+from tidegate.launcher.services import service_env
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
+from tidegate.types import JobId
+from tidegate.v1 import control_pb2
+
+STOP_TIMEOUT_S = 60.0
+"""The time for a launcher's orderly end. Its own children have 10 s each."""
+_JOB = "job-"
+
+
+class StillRuns(RuntimeError):
+    """An earlier start of the job has a living process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of a job. `end` is None while its launcher lives."""
+
+    number: int
+    config: JobConfig
+    end: End | None = None
+    message: str = ""
+
+
+class NodeJobs:
+    """`prepare` gives a job what it needs on this machine, and returns the config of its launcher. `leave` takes it
+    back."""
+
+    def __init__(
+        self,
+        folder: ClusterFolder,
+        supervisor: Supervisor,
+        *,
+        prepare: Callable[[JobConfig], Awaitable[JobConfig]],
+        leave: Callable[[JobId], Awaitable[None]],
+        changed: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._supervisor = supervisor
+        self._prepare = prepare
+        self._leave = leave
+        self._changed = changed
+        self._starts: dict[JobId, Start] = {}
+        self._stops: dict[JobId, asyncio.Task[None]] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._log = structlog.get_logger("agent")
+
+    @property
+    def starts(self) -> dict[JobId, Start]:
+        """The last start of each job since this agent began."""
+        return dict(self._starts)
+
+    async def start(self, job: JobId, number: int, config: JobConfig, treatment: Treatment, command: str) -> None:
+        """StillRuns. OSError."""
+        async with self._one_at_a_time:
+            if (known := self._starts.get(job)) is not None:
+                if known.number == number:
+                    return
+                if known.end is None:
+                    raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
+            prepared = await self._prepare(config)
+            if treatment is Treatment.RESUME and number > 1 and not JobFolder.of(config).config.exists():
+                treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
+            path = self._folder.job_config(job)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(path, prepared.to_json())
+            self._folder.job_end(job).unlink(missing_ok=True)
+            words = ("--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job)))
+            spec = ServiceSpec(
+                name=f"{_JOB}{job}",
+                command=(sys.executable, "-m", "services.node.launch", *words, "--command", command),
+                log_path=self._folder.logs / f"{_JOB}{job}.out",
+                env=service_env(config.cluster.device),
+                stop_timeout_s=STOP_TIMEOUT_S,
+            )
+            pid = self._supervisor.start(spec)
+            self._starts[job] = Start(number, prepared)
+            self._log.info("job started", job=job, start=number, treatment=treatment, pid=pid)
+            self._changed()
+
+    def stop(self, job: JobId, *, cancels: bool) -> None:
+        """Ends what runs of the job: for good, or so that it can go on. Returns at once."""
+        known = self._starts.get(job)
+        if known is None or known.end is not None or job in self._stops:
+            return
+        task = asyncio.create_task(self._stopped(job, known, cancels=cancels), name=f"stop-{job}")
+        self._stops[job] = task
+        task.add_done_callback(lambda _: self._stops.pop(job, None))
+
+    async def _stopped(self, job: JobId, start: Start, *, cancels: bool) -> None:
+        if cancels:
+            with suppress(NotRunning, PeerUnavailable, PeerRefused):
+                async with control_of(JobFolder.of(start.config)) as control:
+                    await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason="cancelled by hand"))
+                return
+        await self._supervisor.stop(f"{_JOB}{job}")
+
+    async def note_end(self, ended: ServiceEnd) -> None:
+        """Notes the end of a launcher. Another service's is ignored."""
+        if not ended.name.startswith(_JOB):
+            return
+        job = JobId(ended.name.removeprefix(_JOB))
+        end, message = self._end_of(job, ended)
+        async with self._one_at_a_time:
+            await self._leave(job)
+            self._starts[job] = replace(self._starts[job], end=end, message=message)
+        self._log.info("job ended", job=job, end=end, message=message)
+        self._changed()
+
+    def _end_of(self, job: JobId, ended: ServiceEnd) -> tuple[End, str]:
+        try:
+            fields = typed(dict, parse_json(self._folder.job_end(job).read_bytes()), "an end")
+            return End(fields["end"]), typed(str, fields["message"], "message")
+        except FileNotFoundError:
+            how = f"ended with status {ended.exit_status}"
+            if ended.exit_status < 0:
+                how = f"was killed ({signal.Signals(-ended.exit_status).name})"
+            log = self._folder.logs / f"{ended.name}.out"
+            return End.INTERRUPTED, f"its launcher {how}: see {log}"
+        except (ValueError, KeyError) as error:
+            return End.INTERRUPTED, f"its launcher's end cannot be read ({error})"
+
+    async def aclose(self) -> None:
+        """Interrupts all jobs, and waits until they have ended."""
+        alive = [f"{_JOB}{job}" for job, start in self._starts.items() if start.end is None]
+        await self._supervisor.stop(*alive)
+        for task in list(self._stops.values()):
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,80 @@
+"""The agent's API for the cluster's scheduler: what the machine has, and its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from services.node.jobs import NodeJobs
+from tidegate.cluster.submissions import Treatment
+from tidegate.codec import encode_gate_state
+from tidegate.config.job_config import JobConfig
+from tidegate.device_slots import DeviceKind
+from tidegate.gate import Gate
+from tidegate.types import NodeId, job_id
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+MOST_WAIT_S = 60.0
+
+
+class Version:
+    """Counts changes. It begins at a number of its own, so that another start of the agent has other versions."""
+
+    def __init__(self, first: int) -> None:
+        self.number = first
+        self._other = asyncio.Event()
+
+    def changed(self) -> None:
+        self.number += 1
+        self._other.set()
+        self._other = asyncio.Event()
+
+    async def other_than(self, known: int, *, wait_s: float) -> int:
+        """The version, once it is another than `known`, and at the latest after `wait_s`."""
+        if self.number == known:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._other.wait(), min(wait_s, MOST_WAIT_S))
+        return self.number
+
+
+class NodeServicer(cluster_pb2_grpc.NodeServicer):
+    def __init__(
+        self, nodes: Mapping[NodeId, int], device: DeviceKind, gates: Mapping[NodeId, Gate], version: Version
+    ) -> None:
+        self._nodes = nodes
+        self._device = device
+        self._gates = gates
+        self._version = version
+        self.jobs: NodeJobs | None = None
+        """Set before the first call."""
+
+    async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
+        version = await self._version.other_than(request.known_version, wait_s=request.wait_s)
+        starts = self._jobs().starts
+        return cluster_pb2.GetNodeResponse(
+            version=version,
+            num_slots={str(node): count for node, count in self._nodes.items()},
+            device=self._device,
+            jobs=[
+                cluster_pb2.JobStart(job=job, start=each.number, end=each.end or "", message=each.message)
+                for job, each in starts.items()
+            ],
+            gates=[encode_gate_state(state) for gate in self._gates.values() for state in gate.report()],
+        )
+
+    async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
+        config = JobConfig.from_json(request.config)
+        await self._jobs().start(
+            job_id(request.job), request.start, config, Treatment(request.treatment), request.command
+        )
+        return cluster_pb2.StartJobResponse()
+
+    async def StopJob(self, request: cluster_pb2.StopJobRequest, context: Any) -> cluster_pb2.StopJobResponse:
+        self._jobs().stop(job_id(request.job), cancels=request.cancels)
+        return cluster_pb2.StopJobResponse()
+
+    def _jobs(self) -> NodeJobs:
+        assert self.jobs is not None, "a call came before the agent was made"
+        return self.jobs

@@ -1,0 +1,77 @@
+"""Run one replica of the cluster's scheduler: `python -m services.scheduler.cluster --folder PATH`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import grpc
+import structlog
+
+from services.scheduler.cluster.control import ClusterServicer, UnknownSubmission
+from services.scheduler.cluster.loop import ClusterLoop
+from services.scheduler.shell.control import write_endpoint
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.adapters.nats_bus import NatsBus
+from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.identity import Party
+from tidegate.cluster.credentials import AGENT, ClusterCredentials
+from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.logs import configure_logging
+from tidegate.ports.bus import BusLimits
+from tidegate.ports.store import Store
+from tidegate.runtime.service import STOP_GRACE_S, stop_signal
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+SOURCE = "cluster"
+CALL_TIMEOUT_S = 10.0
+
+
+async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
+    """Adopt the store, serve the Cluster API, and run the loop until SIGTERM."""
+    stopping = await stop_signal()
+    credentials = ClusterCredentials(Path(cluster.credentials))
+    own = credentials.of(Party.SCHEDULER)
+    tls = Credentials(own)
+    async with contextlib.AsyncExitStack() as closing:
+        bus = await NatsBus.connect(cluster.nats_url, name=SOURCE, limits=BusLimits(), credential=own)
+        closing.push_async_callback(bus.close)
+        store: Store = redis_store(cluster.redis_url, credential=own)
+        closing.push_async_callback(store.aclose)
+        channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
+        closing.push_async_callback(channels.close)
+        loop = ClusterLoop(store, bus.term, cluster_pb2_grpc.NodeStub(channels.connect(cluster.agent, AGENT)))
+        await loop.open()
+        servicer = ClusterServicer(loop, store, cluster)
+        descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
+        served = Service(
+            descriptor,
+            lambda server: cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server),
+            {UnknownSubmission: grpc.StatusCode.NOT_FOUND},
+        )
+        server = await serve([served], "127.0.0.1:0", tls=tls)
+        closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+        write_endpoint(
+            folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credentials.of(Party.OPERATOR)
+        )
+        structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, pid=os.getpid())
+        await loop.run(stopping)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.scheduler.cluster", description="One replica of the cluster's scheduler."
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
+    folder = ClusterFolder(parser.parse_args().folder)
+    configure_logging(SOURCE, path=folder.logs / f"{SOURCE}.jsonl")
+    asyncio.run(run(folder, ClusterDescription.parse(folder.description.read_bytes())))
+
+
+if __name__ == "__main__":
+    main()

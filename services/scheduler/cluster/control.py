@@ -1,0 +1,92 @@
+"""The Cluster API: people submit jobs, look at the queue, and cancel.
+
+Invariants:
+- A job that can never run is refused before anything is written. [test_cluster_loop: that_can_never_run]
+- A job that is queued or runs is not submitted a second time. [test_cluster_loop: a_second_time]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from services.scheduler.cluster.loop import ClusterLoop
+from tidegate.cluster.folder import ClusterDescription
+from tidegate.cluster.placement import misfit
+from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
+from tidegate.config.job_config import JobConfig
+from tidegate.ports.store import Store
+from tidegate.types import JobId, job_id
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+class UnknownSubmission(LookupError):
+    """The cluster has no such job."""
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
+    def __init__(self, loop: ClusterLoop, store: Store, cluster: ClusterDescription) -> None:
+        self._loop = loop
+        self._store = store
+        self._cluster = cluster
+
+    async def SubmitJob(self, request: cluster_pb2.SubmitJobRequest, context: Any) -> cluster_pb2.SubmitJobResponse:
+        config = JobConfig.from_json(request.config)
+        if (fault := misfit(config, self._cluster.nodes, device=self._cluster.device)) is not None:
+            raise ValueError(fault)
+        new = Submission(
+            job=job_id(config.job),
+            config=config.to_json(),
+            treatment=Treatment(request.treatment),
+            priority=request.priority,
+            submitted_unix_ms=await self._store.now_unix_ms(),
+            command=request.command,
+        )
+
+        def queued(known: Submission | None) -> Submission:
+            if known is None:
+                return new
+            if known.state is not SubmissionState.ENDED:
+                raise ValueError(
+                    f"job {new.job} is {known.state} already: wait for its end, cancel it, or give this one another "
+                    "name (job=NAME)"
+                )
+            return replace(new, starts=known.starts)
+
+        found = await self._loop.change(new.job, queued)
+        return cluster_pb2.SubmitJobResponse(submission=_encoded(found))
+
+    async def ListSubmissions(
+        self, request: cluster_pb2.ListSubmissionsRequest, context: Any
+    ) -> cluster_pb2.ListSubmissionsResponse:
+        found = await self._loop.submissions()
+        return cluster_pb2.ListSubmissionsResponse(submissions=[_encoded(each) for each in found.values()])
+
+    async def CancelSubmission(
+        self, request: cluster_pb2.CancelSubmissionRequest, context: Any
+    ) -> cluster_pb2.CancelSubmissionResponse:
+        job = JobId(request.job)
+
+        def cancelled(known: Submission | None) -> Submission:
+            if known is None:
+                raise UnknownSubmission(f"the cluster has no job {job!r}")
+            if known.state is SubmissionState.ENDED:
+                raise ValueError(f"job {job} is over already ({known.end}): there is nothing to cancel")
+            return replace(known, is_cancelled=True)
+
+        return cluster_pb2.CancelSubmissionResponse(submission=_encoded(await self._loop.change(job, cancelled)))
+
+
+def _encoded(each: Submission) -> cluster_pb2.Submission:
+    return cluster_pb2.Submission(
+        job=each.job,
+        state=each.state,
+        priority=each.priority,
+        submitted_unix_ms=each.submitted_unix_ms,
+        gpus=each.gpus,
+        num_starts=each.starts,
+        is_cancelled=each.is_cancelled,
+        end=each.end,
+        message=each.message,
+        num_gpus=len(JobConfig.from_json(each.config).gpus),
+    )

@@ -1,0 +1,221 @@
+"""The I/O around `next_step`: reads the records and the agent, writes what changes, and asks the agent.
+
+1. Read the records of all jobs, then what the agent has.
+2. Set GPUs free that jobs without a place left behind.
+3. Decide, and write the changed records by compare-and-set, all or none.
+4. Ask the agent to start and stop jobs. It does each once.
+5. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
+
+Nothing is kept between two rounds, so any number of replicas may run: of two that decide at once, one writes. A store
+that restarted is adopted first, with the reports of all gates of the cluster.
+
+Invariants:
+- Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
+- An agent or a store that does not answer is asked again. [test_cluster_loop: that_does_not_answer]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from services.scheduler.cluster.ownership import freed
+from services.scheduler.cluster.queue import Cluster, Ran, Step, next_step
+from tidegate.cluster.placement import cluster_gpus, placed_config
+from tidegate.cluster.submissions import Submission
+from tidegate.codec import decode_gate_state
+from tidegate.config.job_config import JobConfig
+from tidegate.launcher.outcome import End
+from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.records import (
+    GateState,
+    GpuBusy,
+    StaleToken,
+    StoreDamaged,
+    StoreNotAdopted,
+    StoreUnavailable,
+    VersionConflict,
+)
+from tidegate.ports.bus import BusUnavailable, TermRegister
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.ports.store import Store
+from tidegate.types import GpuId, JobId, NodeId, node_of
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+BEAT_S = 1.0
+RETRY_S = 0.2
+ANSWER_S = 4.0
+"""Below the deadline of a person's call."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What the agent has told."""
+
+    version: int
+    nodes: Mapping[NodeId, int]
+    ran: Mapping[JobId, Ran]
+    gates: Mapping[GpuId, GateState]
+
+
+class ClusterLoop:
+    def __init__(self, store: Store, terms: TermRegister, agent: cluster_pb2_grpc.NodeAsyncStub) -> None:
+        self._store = store
+        self._terms = terms
+        self._agent = agent
+        self._wake = asyncio.Event()
+        self._log = structlog.get_logger("cluster")
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Rounds until `stopping` is set, which cancels the present one: that is safe at any point."""
+        rounds = asyncio.create_task(self._rounds())
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({rounds, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (rounds, stop):
+            task.cancel()
+        await asyncio.gather(stop, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await rounds
+
+    async def open(self) -> None:
+        """Adopts the store where it is not open, and registers the cluster's GPUs."""
+        await adopt(self._store, self._terms, self._gate_reports)
+        await self._store.register(cluster_gpus((await self._seen()).nodes))
+
+    async def submissions(self) -> dict[JobId, Submission]:
+        """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
+        return _parsed(await self._once_open(self._store.submissions))
+
+    async def change(self, job: JobId, decide: Callable[[Submission | None], Submission]) -> Submission:
+        """Writes what `decide` makes of a job's record, and wakes the loop.
+
+        StoreUnavailable, StoreNotAdopted: the store gave no answer for `ANSWER_S`, or was not open again."""
+
+        async def write() -> Submission:
+            while True:
+                texts = await self._store.submissions()
+                found = decide(_parsed(texts).get(job))
+                with suppress(VersionConflict):
+                    await self._store.write_submissions({job: found.to_json()}, expected={job: texts.get(job)})
+                    return found
+
+        found = await self._once_open(write)
+        self._wake.set()
+        return found
+
+    async def _once_open(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer of a store that may have restarted: a round of the loop adopts it."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return await call()
+            except (StoreNotAdopted, StoreUnavailable):
+                if time.monotonic() > deadline_s:
+                    raise
+                self._wake.set()
+            await asyncio.sleep(RETRY_S)
+
+    async def _rounds(self) -> None:
+        while True:
+            try:
+                await self._wait(await self.round())
+            except StoreNotAdopted:
+                await self._again(self.open)
+            except VersionConflict as error:
+                self._log.info("another replica was first", error=str(error))
+            except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
+                self._log.warning("no answer", error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _again(self, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await call()
+        except (StoreUnavailable, StoreNotAdopted, BusUnavailable, PeerUnavailable, VersionConflict) as error:
+            self._log.warning("the store is not open yet", error=str(error))
+            await asyncio.sleep(RETRY_S)
+
+    async def round(self) -> int:
+        """Decides once and carries it out. Returns the version of the agent that it was decided on."""
+        self._wake.clear()
+        texts = await self._store.submissions()
+        before, seen = _parsed(texts), await self._seen()
+        placed = {each.job for each in before.values() if each.is_placed}
+        free = await freed(self._store, placed=placed, gates=seen.gates)
+        step = next_step(before.values(), Cluster(seen.nodes, free, seen.ran))
+        if step.changed:
+            await self._store.write_submissions(
+                {each.job: each.to_json() for each in step.changed},
+                expected={each.job: texts[each.job] for each in step.changed},
+            )
+            for each in step.changed:
+                self._log.info("job", job=each.job, state=each.state, end=each.end, message=each.message)
+            self._wake.set()
+        await self._ask(step, seen)
+        return seen.version
+
+    async def _ask(self, step: Step, seen: NodeView) -> None:
+        for each in step.starts:
+            config = placed_config(JobConfig.from_json(each.config), seen.nodes, each.gpus)
+            request = cluster_pb2.StartJobRequest(
+                job=each.job,
+                start=each.starts,
+                config=config.to_json(),
+                treatment=each.treatment,
+                command=each.command,
+            )
+            try:
+                await self._agent.StartJob(request)
+            except PeerRefused as refused:
+                self._log.warning("job is not started yet", job=each.job, error=refused.reason)
+        for job in (*step.cancels, *step.stops):
+            await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job, cancels=job in step.cancels))
+
+    async def _wait(self, version: int) -> None:
+        """For a change of the agent, or of this replica's records, and for `BEAT_S` at most."""
+        woken = asyncio.create_task(self._wake.wait())
+        told = asyncio.create_task(self._told(version))
+        try:
+            await asyncio.wait({woken, told}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (woken, told):
+                task.cancel()
+            await asyncio.gather(woken, told, return_exceptions=True)
+        if told.done() and not told.cancelled() and (error := told.exception()) is not None:
+            raise error
+
+    async def _told(self, version: int) -> None:
+        await self._agent.GetNode(cluster_pb2.GetNodeRequest(known_version=version, wait_s=BEAT_S))
+
+    async def _seen(self) -> NodeView:
+        found = await self._agent.GetNode(cluster_pb2.GetNodeRequest())
+        gates = [decode_gate_state(each) for each in found.gates]
+        return NodeView(
+            version=found.version,
+            nodes={NodeId(node): count for node, count in sorted(found.num_slots.items())},
+            ran={
+                JobId(each.job): Ran(each.start, End(each.end) if each.end else None, each.message)
+                for each in found.jobs
+            },
+            gates={state.gpu: state for state in gates},
+        )
+
+    async def _gate_reports(self) -> GateReports:
+        seen = await self._seen()
+        return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in seen.nodes}
+
+
+def _parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
+    found: dict[JobId, Submission] = {}
+    for job, text in texts.items():
+        try:
+            found[job] = Submission.parse(text)
+        except ValueError as error:
+            raise StoreDamaged(f"the record of job {job} in the store is damaged: {error}") from error
+    return found

@@ -1,0 +1,35 @@
+"""Sets GPUs free that jobs left behind: those of jobs that have no place any more, once their gates are free.
+
+A job that ends in order gives its GPUs back itself. One that was killed leaves them owned, and transitions open.
+
+Invariants:
+- Nothing of a job with a place is touched. [test_cluster_loop: of_a_placed_job_is_touched]
+- A GPU that a process holds stays as it is. [test_cluster_loop: that_a_process_holds]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tidegate.ownership.records import GateState, GpuState
+from tidegate.ownership.transitions import earned_outcome
+from tidegate.ports.store import Store
+from tidegate.types import GpuId, JobId
+
+
+async def freed(store: Store, *, placed: Collection[JobId], gates: Mapping[GpuId, GateState]) -> frozenset[GpuId]:
+    """The GPUs that nobody owns or holds, after those that were left behind were set free."""
+    contents = await store.contents()
+    for transition in contents.transitions:
+        if transition.job not in placed:
+            await store.close(transition, earned_outcome(transition))
+    records = await store.gpus()
+    held = {gpu for gpu, state in gates.items() if state.held}
+    for gpu, record in records.items():
+        if gpu in held or (record.owner is not None and record.owner.job in placed) or record.transition is not None:
+            continue
+        if record.state is GpuState.OWNED:
+            record = await store.mark_lost(gpu, record.token)
+        if record.state is GpuState.LOST:
+            records[gpu] = await store.reclaim(gpu, record.token)
+    return frozenset(gpu for gpu, each in records.items() if each.state is GpuState.FREE and gpu not in held)

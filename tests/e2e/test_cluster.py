@@ -1,0 +1,165 @@
+"""A cluster on this machine, as a person uses it: `up`, `submit`, `get jobs`, `cancel`, `down`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from cli.cluster import agent_pid, submissions
+from cli.command import execute
+from tests.e2e.jobs import small_job
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.json_text import parse_json
+from tidegate.v1 import cluster_pb2
+
+LOOK_AGAIN_S = 0.1
+
+
+class Cluster:
+    """Commands run in this process, as `tidegate` runs them in its own."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.output_dir = folder / "jobs"
+        self.folder = ClusterFolder.of(self.output_dir)
+        self._configs = folder
+        self._capsys = capsys
+
+    def run(self, *words: str, is_refused: bool = False) -> str:
+        """What the command prints: its result, or where it is refused, why."""
+        code = execute([*words, "--output-dir", str(self.output_dir)])
+        out, said = self._capsys.readouterr()
+        assert bool(code) is is_refused, f"{words} ended with {code}: {said}"
+        return said if is_refused else out
+
+    def submit(self, job: str, *words: str, is_refused: bool = False, **changes: Any) -> str:
+        path = self._configs / f"{job}.yaml"
+        path.write_text(yaml.safe_dump(tiny_job(job, **changes)))
+        return self.run("submit", str(path), *words, is_refused=is_refused)
+
+    def until(self, job: str, *, state: str) -> cluster_pb2.Submission:
+        """The record of a job, once it is in this state. AssertionError where it ends in another one."""
+        while True:
+            found = next((each for each in asyncio.run(submissions(self.output_dir)) if each.job == job), None)
+            if found is not None and state in (found.state, found.end):
+                return found
+            assert found is None or found.state != "ended", f"{job} ended {found.end}: {found.message}"
+            time.sleep(LOOK_AGAIN_S)
+
+    def until_trained(self, job: str) -> None:
+        """Waits for a checkpoint of the job."""
+        while not any((self.output_dir / job / "checkpoints").glob("*/manifest.json")):
+            time.sleep(LOOK_AGAIN_S)
+
+    def strike(self, program: str) -> None:
+        """Kills one of the cluster's processes, once it is there."""
+        while True:
+            for each in self.agent().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    # A server's title is its whole command line.
+                    if any(program == Path(part.partition(" ")[0]).name for part in each.cmdline()):
+                        each.kill()
+                        return
+            time.sleep(LOOK_AGAIN_S)
+
+    def summary(self, job: str) -> dict[str, Any]:
+        found = parse_json((self.output_dir / job / "result.json").read_text())
+        return dict(found["summary"])
+
+    def agent(self) -> psutil.Process:
+        pid = agent_pid(self.folder)
+        assert pid is not None
+        return psutil.Process(pid)
+
+
+def tiny_job(job: str, **changes: Any) -> dict[str, Any]:
+    """On three GPUs of one node."""
+    raw = small_job(job, **{"algorithm__iterations": 2, **changes})
+    raw["cluster"] = {
+        "nodes": {"a": 3},
+        "component_placement": {"actor": "0", "rollout": "1", "inference": "2"},
+    }
+    raw["actor"]["layout"] = {}
+    return raw
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Cluster]:
+    found = Cluster(tmp_path, capsys)
+    yield found
+    if agent_pid(found.folder) is not None:
+        found.run("down")
+
+
+def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster: Cluster) -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    assert "is up: n0 with 6 slots" in cluster.run("up", "n0=6")
+    assert "a cluster is up in" in cluster.run("up", "n0=6", is_refused=True)
+    refused = cluster.submit("wide", "cluster.nodes={a: 9}", *wide(9), is_refused=True)
+    assert "needs 9 GPUs (9 on a), those of a node together; n0 has 6" in refused
+    for job in ("one", "two", "late", "never"):
+        assert f"job {job} is queued" in cluster.submit(job)
+    assert "job one is " in cluster.submit("one", is_refused=True)
+    cluster.run("cancel", "never")
+    one, two = [cluster.until(job, state="running") for job in ("one", "two")]
+    assert not {*one.gpus} & {*two.gpus}
+    rows = {row["job"]: row for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
+    assert rows["late"]["state"] == "queued" and "waits for 3 GPUs" in rows["late"]["message"]
+    assert (cluster.until("never", state="cancelled")).num_starts == 0
+    for job in ("one", "two", "late"):
+        cluster.until(job, state="finished")
+    summaries = [cluster.summary(job) for job in ("one", "two", "late")]
+    assert len({each["weights_checksum"] for each in summaries}) == 1
+    assert [(each["lost"], each["duplicates"]) for each in summaries] == [(0, 0)] * 3
+    family = cluster.agent().children(recursive=True)
+    cluster.run("down")
+    assert not [each for each in family if each.is_running()]
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+    assert "no cluster is up" in cluster.submit("more", is_refused=True)
+
+
+def wide(num_gpus: int) -> tuple[str, ...]:
+    engines = ",".join(str(index) for index in range(1, num_gpus - 1))
+    placement = f"{{actor: '0', rollout: '{engines}', inference: '{num_gpus - 1}'}}"
+    return (f"cluster.component_placement={placement}",)
+
+
+@pytest.mark.long
+def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster) -> None:
+    cluster.run("up", "n0=3")
+    cluster.submit("one", algorithm__iterations=6)
+    cluster.submit("two")
+    cluster.until_trained("one")
+    agent = cluster.agent()
+    family = agent.children(recursive=True)
+    agent.kill()
+    psutil.wait_procs(family, timeout=30)
+    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    cluster.run("up", "n0=3")
+    assert (cluster.until("one", state="finished")).num_starts == 2
+    cluster.until("two", state="finished")
+    for job, num_iterations in (("one", 6), ("two", 2)):
+        summary = cluster.summary(job)
+        assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
+
+
+@pytest.mark.long
+def test_a_killed_launcher_scheduler_and_server_are_replaced(cluster: Cluster) -> None:
+    cluster.run("up", "n0=3")
+    cluster.submit("one", algorithm__iterations=20)
+    cluster.until_trained("one")
+    for program in ("services.node.launch", "services.scheduler.cluster", "valkey-server", "nats-server"):
+        cluster.strike(program)
+        cluster.until("one", state="running")
+    found = cluster.until("one", state="finished")
+    assert found.num_starts == 2, "only the launcher's death was a start"
+    summary = cluster.summary("one")
+    assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, 20)

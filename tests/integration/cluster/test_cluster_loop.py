@@ -1,0 +1,211 @@
+"""The cluster's scheduler on a store in memory: replicas share the jobs, and GPUs that were left behind become free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import pytest
+
+from services.scheduler.cluster.control import ClusterServicer, UnknownSubmission
+from services.scheduler.cluster.loop import ClusterLoop
+from tests.contract.store_bench import JOB, acquire, start_of_actor
+from tests.unit.cluster_jobs import NODES, of_size, submitted
+from tidegate.adapters.cell_store import CellStore
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import RpcServer, Service, serve
+from tidegate.adapters.memory_bus import MemoryTermRegister
+from tidegate.adapters.memory_store import MemoryServer, memory_store
+from tidegate.cluster.folder import ClusterDescription
+from tidegate.cluster.placement import cluster_gpus
+from tidegate.cluster.submissions import Submission, SubmissionState
+from tidegate.codec import encode_gate_state
+from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
+from tidegate.types import GpuId, JobId, Layout, Role, Token
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+
+ONE = JobId("one")
+ALL = cluster_gpus(NODES)
+
+
+@dataclass
+class Machine(cluster_pb2_grpc.NodeServicer):
+    """An agent whose jobs are numbers. `away`: so many calls get no answer."""
+
+    starts: dict[str, cluster_pb2.JobStart] = field(default_factory=dict)
+    stopped: list[tuple[str, bool]] = field(default_factory=list)
+    held: set[GpuId] = field(default_factory=set)
+    away: int = 0
+
+    async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
+        if self.away:
+            self.away -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+        gates = [encode_gate_state(GateState(gpu, Token(1, 1), gpu in self.held)) for gpu in ALL]
+        return cluster_pb2.GetNodeResponse(
+            version=len(self.starts), num_slots={"n0": 8}, device="cpu", jobs=self.starts.values(), gates=gates
+        )
+
+    async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
+        self.starts[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
+        return cluster_pb2.StartJobResponse()
+
+    async def StopJob(self, request: cluster_pb2.StopJobRequest, context: Any) -> cluster_pb2.StopJobResponse:
+        self.stopped.append((request.job, request.cancels))
+        return cluster_pb2.StopJobResponse()
+
+
+@dataclass
+class Lab:
+    server: MemoryServer
+    machine: Machine
+    agent: RpcServer
+    channels: Channels
+    terms: MemoryTermRegister = field(default_factory=MemoryTermRegister)
+
+    async def replica(self) -> tuple[ClusterLoop, CellStore]:
+        store = memory_store(self.server)
+        stub = cluster_pb2_grpc.NodeStub(self.channels.connect(self.agent.endpoint))
+        loop = ClusterLoop(store, self.terms, stub)
+        await loop.open()
+        return loop, store
+
+
+@pytest.fixture
+async def lab() -> AsyncIterator[Lab]:
+    machine = Machine()
+    descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
+    served = Service(descriptor, lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(machine, server))
+    agent = await serve([served], "127.0.0.1:0")
+    channels = Channels(default_timeout_s=5.0)
+    yield Lab(MemoryServer(), machine, agent, channels)
+    await channels.close()
+    await agent.stop(grace_s=0.0)
+
+
+async def queued(loop: ClusterLoop, *records: Submission) -> None:
+    for each in records:
+        await loop.change(each.job, lambda _, each=each: each)  # type: ignore[misc]  # each round's own record
+
+
+async def test_of_two_replicas_that_decide_at_once_one_places_a_job(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, _), (second, store) = await lab.replica(), await lab.replica()
+    await queued(first, submitted(ONE, 6))
+    reads = store.submissions
+
+    async def overtaken() -> dict[JobId, bytes]:
+        found = await reads()
+        await queued(first, submitted("urgent", 6, priority=1))
+        await first.round()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "submissions", overtaken)
+        with pytest.raises(VersionConflict, match="record of job one has changed"):
+            await second.round()
+    await second.round()
+    assert [*lab.machine.starts] == ["urgent"]
+    found = await second.submissions()
+    assert (found[JobId("urgent")].gpus, found[ONE].state) == (ALL[:6], SubmissionState.QUEUED)
+
+
+async def test_a_job_runs_from_its_submission_to_its_end_and_the_next_gets_its_gpus(lab: Lab) -> None:
+    loop, _ = await lab.replica()
+    await queued(loop, submitted(ONE, 6), submitted("two", 6, at_ms=2000))
+    for _ in range(2):
+        await loop.round()
+    assert (await loop.submissions())[ONE].state is SubmissionState.RUNNING
+    lab.machine.starts[ONE].end, lab.machine.starts[ONE].message = "finished", "done"
+    await loop.round()
+    found = await loop.submissions()
+    assert (found[ONE].end, found[ONE].message) == ("finished", "done")
+    assert found[JobId("two")].gpus == ALL[:6]
+
+
+async def left_behind(store: CellStore) -> None:
+    """What a killed `JOB` leaves: two GPUs that its actor owns, and one in an open transition."""
+    token = (await store.gpus())[ALL[0]].token
+    started = await acquire(store, await store.plan(start_of_actor(*ALL[:2], tokens=token)))
+    await store.commit(started, Role.ACTOR, Layout(dp=2))
+    await store.close(started, Outcome.COMMITTED)
+    await store.plan(start_of_actor(ALL[2], name="more", tokens=token))
+
+
+async def test_gpus_that_a_killed_job_left_behind_are_free_but_one_that_a_process_holds(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await queued(loop, replace(submitted(JOB), state=SubmissionState.ENDED, end="interrupted", starts=1))
+    await left_behind(store)
+    lab.machine.held = {ALL[1]}
+    await loop.round()
+    records = await store.gpus()
+    assert [records[gpu].state for gpu in ALL[:3]] == [GpuState.FREE, GpuState.OWNED, GpuState.FREE]
+    assert not (await store.contents()).transitions
+    lab.machine.held = set()
+    await loop.round()
+    assert (await store.gpus())[ALL[1]].state is GpuState.FREE
+
+
+async def test_nothing_of_a_placed_job_is_touched(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    lab.machine.starts[JOB] = cluster_pb2.JobStart(job=JOB, start=1)
+    await queued(loop, replace(submitted(JOB), state=SubmissionState.RUNNING, gpus=ALL[:4], starts=1))
+    await left_behind(store)
+    before = await store.gpus()
+    await loop.round()
+    assert await store.gpus() == before
+    assert len((await store.contents()).transitions) == 1
+
+
+async def test_an_agent_that_does_not_answer_and_a_store_that_restarted_are_asked_again(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await queued(loop, submitted(ONE))
+    before = lab.server.identity.term
+    lab.machine.away = 2
+    lab.server.restart()
+    stopping = asyncio.Event()
+    task = asyncio.create_task(loop.run(stopping))
+    while ONE not in lab.machine.starts:
+        await asyncio.sleep(0.01)
+    stopping.set()
+    await asyncio.wait_for(task, 5)
+    assert (await store.attach()).term == before + 1
+
+
+CLUSTER = ClusterDescription(NODES, "cpu", "nats://", "redis://", "", "")
+
+
+def request(job: str, num_gpus: int = 4, **fields: Any) -> cluster_pb2.SubmitJobRequest:
+    return cluster_pb2.SubmitJobRequest(config=of_size(job, num_gpus).to_json(), treatment="fresh", **fields)
+
+
+async def test_a_job_that_can_never_run_is_refused_and_nothing_is_written(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    with pytest.raises(ValueError, match="needs 9 GPUs .* n0 has 8"):
+        await servicer.SubmitJob(request(ONE, 9), None)
+    with pytest.raises(ValueError, match="config"):
+        await servicer.SubmitJob(cluster_pb2.SubmitJobRequest(config="{", treatment="fresh"), None)
+    assert await store.submissions() == {}
+
+
+async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    await servicer.SubmitJob(request(ONE, priority=-2), None)
+    with pytest.raises(ValueError, match="job one is queued already: wait for its end"):
+        await servicer.SubmitJob(request(ONE), None)
+    cancelled = await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=ONE), None)
+    assert cancelled.submission.is_cancelled
+    await loop.round()
+    with pytest.raises(ValueError, match=r"over already \(cancelled\)"):
+        await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=ONE), None)
+    assert (await servicer.SubmitJob(request(ONE), None)).submission.state == "queued"
+    with pytest.raises(UnknownSubmission, match="no job 'two'"):
+        await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="two"), None)
+    (listed,) = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
+    assert (listed.job, listed.state, listed.num_gpus) == (ONE, "queued", 4)

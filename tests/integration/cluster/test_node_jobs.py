@@ -1,0 +1,99 @@
+"""The agent starts a job's launcher once for each start, and tells how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.node.jobs import NodeJobs, StillRuns
+from tests.unit.cluster_jobs import of_size
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.submissions import Treatment
+from tidegate.config.job_config import JobConfig
+from tidegate.launcher.outcome import End
+from tidegate.runtime.processes import Supervisor
+from tidegate.types import JobId
+
+JOB = JobId("one")
+COMMAND = "tidegate submit one.yaml"
+
+
+class Node:
+    """Jobs that need nothing of their machine, and what was told of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.left: list[JobId] = []
+        self.supervisor = Supervisor()
+        self.num_changes = 0
+        self.jobs = NodeJobs(
+            ClusterFolder.of(folder), self.supervisor, prepare=self._prepared, leave=self._leave, changed=self._changed
+        )
+        config = of_size(JOB, 3)
+        self.config = config.model_copy(update={"output_dir": str(folder)})
+
+    async def start(self, number: int, treatment: Treatment = Treatment.FRESH) -> int:
+        await self.jobs.start(JOB, number, self.config, treatment, COMMAND)
+        pid = self.supervisor.pid(f"job-{JOB}")
+        assert pid is not None
+        return pid
+
+    async def ended(self) -> tuple[End | None, str]:
+        await self.jobs.note_end(await self.supervisor.next_end())
+        found = self.jobs.starts[JOB]
+        return found.end, found.message
+
+    async def _prepared(self, config: JobConfig) -> JobConfig:
+        return config
+
+    async def _leave(self, job: JobId) -> None:
+        self.left.append(job)
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    found = Node(tmp_path)
+    (tmp_path / ".cluster").mkdir()
+    yield found
+    await found.supervisor.aclose()
+
+
+async def test_a_start_happens_once_and_none_while_an_earlier_one_lives(node: Node) -> None:
+    pid = await node.start(1)
+    assert await node.start(1) == pid
+    with pytest.raises(StillRuns, match="start 1 of job one still has a process"):
+        await node.start(2)
+    assert node.num_changes == 1
+
+
+async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node) -> None:
+    os.kill(await node.start(1), signal.SIGKILL)
+    end, message = await node.ended()
+    assert end is End.INTERRUPTED
+    assert message.startswith("its launcher was killed (SIGKILL): see ")
+    assert node.left == [JOB]
+    await node.jobs.start(JOB, 1, node.config, Treatment.FRESH, COMMAND)
+    assert node.supervisor.pid(f"job-{JOB}") is None, "the same start is not made again"
+
+
+async def test_a_job_that_cannot_start_tells_why(node: Node) -> None:
+    await node.start(1, Treatment.RESUME)
+    end, message = await node.ended()
+    assert end is End.FAILED
+    assert "there is nothing to resume" in message
+
+
+async def test_a_stop_interrupts_a_launcher_in_order(node: Node) -> None:
+    await node.start(1)
+    node.jobs.stop(JOB, cancels=False)
+    node.jobs.stop(JOB, cancels=False)
+    end, message = await asyncio.wait_for(node.ended(), 60)
+    assert end is End.INTERRUPTED
+    assert "SIGTERM" in message
