@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.ranks import RankServer, rank_server
+from tests.ranks import RankServer
 
 TRANSFERS = "tests.integration.elastic.transport_ranks"
 End = tuple[dict[str, int], list[int]]
@@ -29,12 +29,6 @@ SWITCHES = [
     (BACK, TP2_DP2),
     (TP4, ONE),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankServer]:
-    with rank_server() as server:
-        yield server
 
 
 @pytest.fixture

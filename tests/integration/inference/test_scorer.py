@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.inference.scoring import groups
-from tests.ranks import RankServer, Results, rank_server
+from tests.ranks import RankServer, Results
 from tidegate.types import Layout
 
 SCORING = "tests.integration.inference.scoring"
@@ -26,27 +28,27 @@ LAYOUTS: dict[str, dict[str, int]] = {
 TOLERANCE = 1e-4
 """The tolerance in fp32 across layouts, in which sums have another order."""
 
-Published = dict[str, tuple[Path, Results]]
+QUICK = ("one rank", "tp2", "ep2 cp2 with experts", "tp2 in bf16")
+by_layout = pytest.mark.parametrize("layout", effort.cases(LAYOUTS, always=QUICK))
 
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankServer]:
-    with rank_server() as server:
-        yield server
+Published = Callable[[str], tuple[Path, Results]]
 
 
 @pytest.fixture(scope="module")
 def published(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Each layout's published snapshots, and the results of its actor and of a scorer beside it."""
-    runs: Published = {}
-    for name, layout in LAYOUTS.items():
+    """A layout's published snapshots, and the results of its actor and of a scorer beside it. Each run is made once."""
+
+    @cache
+    def run(name: str) -> tuple[Path, Results]:
+        layout = LAYOUTS[name]
         folder = tmp_path_factory.mktemp("snapshots")
         precision = "bf16" if name.endswith("bf16") else "fp32"
         experts = name.endswith("experts")
         arguments = {"layout": layout, "folder": str(folder), "precision": precision, "experts": experts}
         got = ranks.run(f"{SCORING}:beside_the_actor", Layout(**layout).num_ranks, arguments)
-        runs[name] = (folder, merged(got))
-    return runs
+        return folder, merged(got)
+
+    return run
 
 
 def merged(ranks_got: list[Results]) -> Results:
@@ -75,42 +77,45 @@ def distance(one: Results, other: Results) -> float:
     return max(float(np.abs(one[key] - other[key]).max()) for key in one)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_in_the_actors_layout_and_padding_log_probabilities_are_the_actors_to_the_bit(
     published: Published, layout: str
 ) -> None:
-    _, results = published[layout]
+    _, results = published(layout)
     assert same_bits(of(results, "alone"), of(results, "actor-1"))
     assert same_bits(of(results, "reference"), of(results, "actor-0"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_a_samples_bits_do_not_depend_on_the_groups_beside_its_own(published: Published, layout: str) -> None:
-    _, results = published[layout]
+    _, results = published(layout)
     assert same_bits(of(results, "alone"), of(results, "together"))
     assert same_bits(of(results, "alone"), of(results, "reversed"))
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.endswith("bf16")])
+@pytest.mark.parametrize("layout", effort.cases([name for name in LAYOUTS if not name.endswith("bf16")], always=QUICK))
 def test_a_response_scored_apart_from_its_group_differs_by_rounding_alone(published: Published, layout: str) -> None:
-    _, results = published[layout]
+    _, results = published(layout)
     assert distance(of(results, "apart"), of(results, "alone")) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@by_layout
 def test_the_reference_is_kept_apart_from_the_policy(published: Published, layout: str) -> None:
-    _, results = published[layout]
+    _, results = published(layout)
     assert distance(of(results, "reference"), of(results, "together")) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [("one rank", "tp2"), ("one rank", "pp2"), ("one rank", "dp2"), ("tp2", "one rank"), ("pp2", "tp2")],
+    effort.cases(
+        [("one rank", "tp2"), ("one rank", "pp2"), ("one rank", "dp2"), ("tp2", "one rank"), ("pp2", "tp2")],
+        always=[("one rank", "pp2"), ("tp2", "one rank")],
+    ),
 )
 def test_a_snapshot_of_another_layout_gives_the_same_log_probabilities(
     ranks: RankServer, published: Published, writer: str, reader: str
 ) -> None:
-    folder, want = published[writer]
+    folder, want = published(writer)
     layout = LAYOUTS[reader]
     arguments = {"layout": layout, "folder": str(folder)}
     got = merged(ranks.run(f"{SCORING}:from_snapshot", Layout(**layout).num_ranks, arguments))

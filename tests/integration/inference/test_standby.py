@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.component_bench import job_config
 from tests.integration.inference.real_copies import sections
 from tests.integration.inference.standby_ranks import NUM_MOVES
-from tests.ranks import RankServer, Results, rank_server
+from tests.ranks import RankServer, Results
 from tidegate.config.job_config import JobConfig
 from tidegate.job import load_job
 
@@ -25,12 +24,6 @@ MODEL = {
     "max_seq_len": 80,
 }
 """Some 42 MB of weights, of which each of two ranks has half."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankServer]:
-    with rank_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

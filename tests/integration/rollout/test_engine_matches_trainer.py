@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from tests import effort
-from tests.ranks import RankServer, rank_server
+from tests.ranks import RankServer
 
 NUM_PROMPTS, TOLERANCE = 3, 1e-4
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankServer]:
-    with rank_server() as server:
-        yield server
 
 
 @pytest.mark.parametrize(("tied", "temperature"), effort.cases([(False, 1.0), (True, 0.7)], always=[(True, 0.7)]))
