@@ -72,7 +72,10 @@ async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def test_a_server_that_cannot_write_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_write_is_told_from_one_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.adapters.nats_link._LAST_ATTEMPT_S", 1.0)
     async with EmbeddedServers(tmp_path) as servers:
         limits = replace(LIMITS, deadline_s=1.0, samples_max_bytes=2**30)
         bus = await NatsBus.connect(servers.nats.url, name="test", limits=limits)

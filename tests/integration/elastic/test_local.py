@@ -6,6 +6,8 @@ import subprocess
 import sys
 from tempfile import TemporaryDirectory
 
+import pytest
+
 SCRIPT = """
 from tidegate.elastic import local
 
@@ -46,28 +48,30 @@ def outcome(member):
     return "done"
 
 
-began = time.monotonic()
-print(outcome(MEMBER))
-print(sorted(folders()), children(), time.monotonic() - began < 30)
+for member in (succeeds, fails):
+    began = time.monotonic()
+    print(outcome(member))
+    print(sorted(folders()), children(), time.monotonic() - began < 30)
 """
 
 
-def outcome_of(member: str) -> list[str]:
-    script = SCRIPT.replace("MEMBER)", f"{member})")
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """Two lines of each run. One process makes both runs, because it takes seconds to start."""
     # A folder of its own: tests in other processes have folders in shared memory too.
     with TemporaryDirectory(prefix="tidegate-test-", dir="/dev/shm") as shared_memory:
-        command = [sys.executable, "-c", script, shared_memory]
+        command = [sys.executable, "-c", SCRIPT, shared_memory]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 
 
-def test_a_run_leaves_no_member_and_no_folder() -> None:
-    assert outcome_of("succeeds") == ["done", "[] [] True"]
+def test_a_run_leaves_no_member_and_no_folder(said: list[str]) -> None:
+    assert said[:2] == ["done", "[] [] True"]
 
 
-def test_one_failure_ends_the_others_and_leaves_no_folder() -> None:
-    error, rest = outcome_of("fails")
+def test_one_failure_ends_the_others_and_leaves_no_folder(said: list[str]) -> None:
+    error, rest = said[2:]
 
     assert error.startswith("member 1 ended with status 1")
     assert rest == "[] [] True"

@@ -383,6 +383,7 @@ def test_logs_of_all_sources_come_in_order_of_time(finished: Path, capsys: pytes
     assert "there are actor@n0, scheduler" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("torch_is_asked_once")
 def test_doctor_finds_this_machine_fit_and_gives_a_remedy_for_each_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.config.files import load_config
 from tidegate.runtime.cuda import cuda_fault
 
+pytestmark = pytest.mark.usefixtures("torch_is_asked_once")
+
 MORE_THAN_ANY_DISK = 2**80
 
 

@@ -109,6 +109,7 @@ def test_a_dry_run_refuses_what_a_start_would_refuse(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.usefixtures("torch_is_asked_once")
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
 def test_a_job_on_cuda_is_refused_in_one_line_where_there_is_no_cuda(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

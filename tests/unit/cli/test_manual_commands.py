@@ -107,8 +107,9 @@ async def test_a_wait_for_a_drain_of_gpus_that_the_job_uses_after_all_ends_with_
 
 
 async def test_a_drain_of_a_gpu_in_an_open_transition_does_not_say_that_nobody_has_it(
-    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+    folder: JobFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cli.manual_waits.QUIET_S", 0.05)
     comes = control_pb2.GpuStatus(gpu="n0/2", state="acquiring", transition_id="small/t7")
     free = control_pb2.GpuStatus(gpu="n0/2", state="free")
     drains = move(steps=[], drained=["n0/2"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +44,56 @@ def eight(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return raw
 
 
-def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    raw = eight(tmp_path)
-    path = small_file(tmp_path, **{key: raw[key] for key in ("cluster", "algorithm", "actor")})
-    assert main(["plan", str(path), *more]) == 0
-    return capsys.readouterr().out
+def planned(folder: Path, *more: str) -> str:
+    """What `tidegate plan` prints for eight GPUs."""
+    raw = eight(folder)
+    path = small_file(folder, **{key: raw[key] for key in ("cluster", "algorithm", "actor")})
+    with redirect_stdout(StringIO()) as out:
+        assert main(["plan", str(path), *more]) == 0
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Each plan is made once."""
+
+    folder: Path
+    _made: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def text(self, *more: str) -> str:
+        if more not in self._made:
+            self._made[more] = planned(self.folder, *more)
+        return self._made[more]
+
+    def value(self, *more: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads(self.text("-o", "json", *more))
+        return loaded
+
+    def assumptions(self, *more: str) -> dict[str, dict[str, Any]]:
+        return {row["key"]: row for row in self.value(*more)["assumptions"]}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    return Plans(tmp_path_factory.mktemp("plans"))
+
+
+CALIBRATED = """
+cluster: {nodes: {n0: 1}, placement: {rollout: 0}}
+algorithm: {prompt_tokens: 7}
+lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}
+costs: {engine: {gpus_per_engine: 1}, trainer: {fixed_s: 0.25}}
+"""
+
+
+@pytest.fixture(scope="module")
+def of_calibration(plans: Plans) -> dict[str, dict[str, Any]]:
+    """The assumptions of the plan with a calibrated scenario."""
+    (path := plans.folder / "fitted.yaml").write_text(CALIBRATED)
+    return plans.assumptions("--calibrated", str(path))
+
+
+UPDATE_S = "assumptions.costs.update_s=0.5"
 
 
 def gpus_of(config: JobConfig) -> list[str]:
@@ -80,23 +128,14 @@ def test_a_job_on_modelled_slots_has_their_sync_and_the_micro_batches_of_its_act
 
 
 def test_prompts_have_the_tokens_of_the_task_or_of_the_calibrated_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plans: Plans, of_calibration: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    def prompts(*more: str) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = json.loads(planned(tmp_path, capsys, "-o", "json", *more))["assumptions"]
-        (row,) = [row for row in rows if row["key"] == "prompt_tokens"]
-        return row
-
-    assert prompts() == {"key": "prompt_tokens", "value": 5, "source": "the task's prompts"}
-    (path := tmp_path / "fitted.yaml").write_text(
-        "cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\n"
-        "algorithm: {prompt_tokens: 7}\n"
-        "lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}\n"
-        "costs: {engine: {gpus_per_engine: 1}}\n"
-    )
-    assert prompts("--calibrated", str(path))["value"] == 7
-    path.write_text(path.read_text().replace("prompt_tokens: 7", "prompt_tokens: 0"))
-    assert prompts("--calibrated", str(path))["source"].startswith("0.20 of what")
+    want = {"key": "prompt_tokens", "value": 5, "source": "the task's prompts"}
+    assert plans.assumptions()["prompt_tokens"] == want
+    assert of_calibration["prompt_tokens"]["value"] == 7
+    (path := tmp_path / "fitted.yaml").write_text(CALIBRATED.replace("prompt_tokens: 7", "prompt_tokens: 0"))
+    source = plans.assumptions("--calibrated", str(path))["prompt_tokens"]["source"]
+    assert source.startswith("0.20 of what")
 
 
 def test_a_reproducible_job_is_predicted_with_numbers_of_copies_that_divide_its_shards(tmp_path: Path) -> None:
@@ -126,52 +165,41 @@ def test_a_job_is_predicted_with_the_layouts_that_its_policies_may_choose(tmp_pa
     assert best.config.actor.layouts == config.actor.layouts
 
 
-def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_configured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = json.loads(planned(tmp_path, capsys, "-o", "json"))
+def test_every_policy_is_predicted_from_every_placement_relative_to_static_as_configured(plans: Plans) -> None:
+    output = plans.value()
     assert [row["policy"] for row in output["predictions"]] == [*POLICIES] * 2
     assert [row["placement"] for row in output["predictions"][:: len(POLICIES)]] == [AS_CONFIGURED, BEST_SPLIT]
     first = output["predictions"][0]
     assert (first["placement"], first["policy"], first["saved_percent"]) == (AS_CONFIGURED, "static", 0.0)
     assert output["best"]["iteration_s"] <= first["iteration_s"]
     assert output["best_static"]["policy"] == "static"
-    assert not (tmp_path / "jobs").exists()
+    assert not (plans.folder / "jobs").exists()
 
 
-def test_a_policy_that_cannot_run_has_the_reason_in_its_row_and_once_below(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = planned(tmp_path, capsys)
+def test_a_policy_that_cannot_run_has_the_reason_in_its_row_and_once_below(plans: Plans) -> None:
+    output = plans.text(UPDATE_S)
     (row,) = [line for line in output.splitlines() if line.startswith("the best split") and "rlinf" in line]
     assert row.split()[-2:] == ["-", "-"]
     assert "not from the best split: rlinf: the actor's dp=3 does not divide 4 prompts a minibatch" in output
 
 
-def test_each_assumption_has_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = planned(tmp_path, capsys, "assumptions.costs.update_s=0.5")
+def test_each_assumption_has_its_origin(plans: Plans) -> None:
+    output = plans.text(UPDATE_S)
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.startswith("assumptions.")}
     assert lines["assumptions.costs.update_s"][1:] == ["0.5", "override", "assumptions.costs.update_s"]
     assert lines["assumptions.costs.communicators_s"][1:] == ["0.37", "default"]
     assert "`tidegate calibrate` fits them to a run of the job" in output
 
 
-def listed_assumptions(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, dict[str, Any]]:
-    return {row["key"]: row for row in json.loads(planned(tmp_path, capsys, "-o", "json", *more))["assumptions"]}
-
-
-def test_reshards_are_priced_by_the_bytes_of_the_jobs_model_and_unused_keys_are_not_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reshards_are_priced_by_the_bytes_of_the_jobs_model_and_unused_keys_are_not_listed(plans: Plans) -> None:
     """A model of two layers moves in no time at the published rate. At a byte a second it takes far too long."""
-    slow = "assumptions.costs.reshard_bytes_per_s=1000"
-    fast, slowed = (json.loads(planned(tmp_path, capsys, "-o", "json", *more)) for more in ((), (slow,)))
+    fast, slowed = plans.value(), plans.value("assumptions.costs.reshard_bytes_per_s=1000")
     (quick_s, slow_s) = (
         {row["policy"]: row["iteration_s"] for row in output["predictions"][:4]} for output in (fast, slowed)
     )
     assert slow_s["static"] == quick_s["static"], "nothing moves"
     assert slow_s["dynarl"] > quick_s["dynarl"] + 1
-    rows = {row["key"]: row for row in fast["assumptions"]}
+    rows = plans.assumptions()
     assert not {f"assumptions.costs.{name}" for name in ("reshard_s", "weight_bytes", "optimizer_bytes")} & rows.keys()
     assert "assumptions.costs.reshard_bytes_per_s" in rows
     size = rows["model.num_parameters"]
@@ -179,10 +207,8 @@ def test_reshards_are_priced_by_the_bytes_of_the_jobs_model_and_unused_keys_are_
     assert 2 * 4 * 16 * 16 < size["value"] < 20_000, "the layers' weights, norms and a vocabulary of the task's words"
 
 
-def test_seconds_of_a_reshard_in_the_config_replace_its_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = listed_assumptions(tmp_path, capsys, "assumptions.costs.reshard_s=9")
+def test_seconds_of_a_reshard_in_the_config_replace_its_bytes(plans: Plans) -> None:
+    rows = plans.assumptions("assumptions.costs.reshard_s=9")
     assert rows["assumptions.costs.reshard_s"]["value"] == 9
     assert "assumptions.costs.reshard_bytes_per_s" not in rows
     assert rows["model.num_parameters"] == {
@@ -228,31 +254,22 @@ def test_reshards_move_the_model_of_a_calibrated_scenario(tmp_path: Path) -> Non
 
 
 def test_a_calibrated_scenarios_costs_and_lengths_stand_in_place_of_the_assumptions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    of_calibration: dict[str, dict[str, Any]],
 ) -> None:
-    (path := tmp_path / "fitted.yaml").write_text(
-        "cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\n"
-        "lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}\n"
-        "costs: {engine: {gpus_per_engine: 1}, trainer: {fixed_s: 0.25}}\n"
-    )
-    output = json.loads(planned(tmp_path, capsys, "--calibrated", str(path), "-o", "json"))
-    rows = {row["key"]: row for row in output["assumptions"]}
-    assert rows["costs.trainer.fixed_s"]["value"] == 0.25
-    assert rows["lengths.median_tokens"] == {
+    assert of_calibration["costs.trainer.fixed_s"]["value"] == 0.25
+    assert of_calibration["lengths.median_tokens"] == {
         "key": "lengths.median_tokens",
         "value": 9.0,
         "source": "the calibrated scenario",
     }
 
 
-def test_the_same_config_gives_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(tmp_path, capsys, "-o", "json") == planned(tmp_path, capsys, "-o", "json")
+def test_the_same_config_gives_the_same_plan(plans: Plans) -> None:
+    assert planned(plans.folder, "-o", "json") == plans.text("-o", "json")
 
 
-def test_a_plan_answers_what_split_gains_asynchrony_and_needs_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = json.loads(planned(tmp_path, capsys, "-o", "json"))
+def test_a_plan_answers_what_split_gains_asynchrony_and_needs_are(plans: Plans) -> None:
+    output = plans.value()
     placed = output["best_split"]["keys"]["cluster"]["component_placement"]
     row = output["predictions"][len(POLICIES)]
     assert placed == {name: row[name] for name in ("actor", "rollout", "inference")}
@@ -266,8 +283,8 @@ def test_a_plan_answers_what_split_gains_asynchrony_and_needs_are(
     assert len(output["searched"]["best_split_seeds"]) == 2
 
 
-def test_times_are_computed_for_the_gpu_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = json.loads(planned(tmp_path, capsys, "-o", "json", "--hardware", "H100", "--staleness", "0"))
+def test_times_are_computed_for_the_gpu_that_is_named(plans: Plans) -> None:
+    output = plans.value("--hardware", "H100", "--staleness", "0")
     assert (output["physics"]["law"], output["physics"]["hardware"]) == ("roofline", "H100")
     rows = {row["key"]: row for row in output["assumptions"]}
     assert rows["physics.shape.hidden_size"] == {

@@ -8,9 +8,9 @@ import pytest
 
 from simulator.asynchrony.course import OnNewWeights
 from simulator.best_split import BestSplit, best_split
-from simulator.planning.ahead import MOST_STALENESS, compared_ahead, staleness_fault
+from simulator.planning.ahead import MOST_STALENESS, Ahead, compared_ahead, staleness_fault
 from simulator.planning.cases import CASES
-from simulator.planning.gains import AROUND, gains_over
+from simulator.planning.gains import AROUND, Gains, gains_over
 from simulator.planning.starts import best_start
 from simulator.scenario import Scenario
 from tests.unit.simulator.plans import job, scenario
@@ -31,8 +31,19 @@ def found(folder: Path, own: Scenario) -> BestSplit:
     return best_start(job(folder), own)[0]
 
 
-def test_the_same_scenario_gives_the_same_gains_one_for_each_case(found: BestSplit, own: Scenario) -> None:
-    gains = gains_over(found, own)
+@pytest.fixture(scope="module")
+def gains(found: BestSplit, own: Scenario) -> Gains:
+    return gains_over(found, own)
+
+
+@pytest.fixture(scope="module")
+def ahead(found: BestSplit, own: Scenario) -> Ahead:
+    return compared_ahead(found, own, 1)
+
+
+def test_the_same_scenario_gives_the_same_gains_one_for_each_case(
+    found: BestSplit, own: Scenario, gains: Gains
+) -> None:
     assert gains == gains_over(found, own)
     assert [each.case for each in gains.cases] == list(CASES)
     low, high = gains.range
@@ -40,14 +51,13 @@ def test_the_same_scenario_gives_the_same_gains_one_for_each_case(found: BestSpl
     assert all(each.gain == each.split_s / each.moving_s for each in gains.cases)
 
 
-def test_in_each_case_the_split_is_no_slower_than_that_of_the_assumed_case(found: BestSplit, own: Scenario) -> None:
-    for each in gains_over(found, own).cases[1:]:
+def test_in_each_case_the_split_is_no_slower_than_that_of_the_assumed_case(found: BestSplit, gains: Gains) -> None:
+    for each in gains.cases[1:]:
         kept = best_split(each.split.scenario, effort=AROUND, near=found.split)
         assert each.split.seconds <= kept.seconds
 
 
-def test_every_way_is_beside_strict_tide(found: BestSplit, own: Scenario) -> None:
-    ahead = compared_ahead(found, own, 1)
+def test_every_way_is_beside_strict_tide(ahead: Ahead) -> None:
     assert [way.name for way in ahead.ways] == [
         "the best split",
         "tide",
@@ -58,9 +68,8 @@ def test_every_way_is_beside_strict_tide(found: BestSplit, own: Scenario) -> Non
     assert ahead.gain(ahead.ways[1]) == 1
 
 
-def test_every_way_has_the_same_tokens(found: BestSplit, own: Scenario) -> None:
+def test_every_way_has_the_same_tokens(ahead: Ahead) -> None:
     """A rollout that runs ahead with the strict split is no slower than strict iterations of the same lengths."""
-    ahead = compared_ahead(found, own, 1)
     assert ahead.ways[2].tokens_per_s > ahead.ways[0].tokens_per_s
 
 

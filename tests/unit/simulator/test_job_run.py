@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -58,12 +60,27 @@ def finished(own: SimulatedJob, name: str) -> list[Finished]:
     return list(Scheduled(own.iteration(0), POLICIES[name]).run_job(own, name))
 
 
+def run_and_finished(own: SimulatedJob, name: str) -> tuple[JobRun, list[Finished]]:
+    """The rows of a job, and what they are made of."""
+    kept: list[Finished] = []
+
+    class Keeping(Scheduled):
+        def run_job(self, job: SimulatedJob, name: str) -> Iterator[Finished]:
+            for each in super().run_job(job, name):
+                kept.append(each)
+                yield each
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("simulator.job_run.Scheduled", Keeping)
+        return run_of(own, name), kept
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_job_of_one_iteration_is_a_run_of_one_iteration(name: str) -> None:
-    (got,) = finished(job(1), name)
+    own, (got,) = run_and_finished(job(1), name)
     want = simulate(scenario(), POLICIES[name], name=name, seed=3)
     assert got.run == want
-    (row,) = run_of(job(1), name).rows
+    (row,) = own.rows
     assert (row.seconds, row.num_moves, row.wait_s) == (want.iteration_s, want.num_moves, 0)
 
 
@@ -80,10 +97,10 @@ def test_seconds_add_up_and_every_sample_has_one_fate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["static", "tide"])
 def test_gpu_time_adds_up_and_happenings_have_the_time_of_the_job(name: str) -> None:
-    own = run_of(job(), name)
+    own, ended = run_and_finished(job(), name)
     for row in own.rows:
         assert sum(row.gpu_s.values()) == pytest.approx(row.seconds * NUM_GPUS)
-    runs = [each.run for each in finished(job(), name)]
+    runs = [each.run for each in ended]
     times = [happening.at_s for run in runs for happening in run.history]
     assert times == sorted(times)
     assert times[-1] == own.total_s
@@ -91,12 +108,13 @@ def test_gpu_time_adds_up_and_happenings_have_the_time_of_the_job(name: str) -> 
 
 def test_what_is_learned_goes_on_to_the_next_iteration() -> None:
     own = job(4, drift={"mean_tokens": {0: 500, 3: 2000}})
-    rows = run_of(own, "tide").rows
+    of_job, ended = run_and_finished(own, "tide")
+    rows = of_job.rows
     expected = [row.expected_mean_tokens for row in rows]
     assert expected[0] == pytest.approx(500)
     assert expected[1:] == sorted(expected[1:])
     assert all(row.expected_mean_tokens < row.mean_tokens for row in rows), "they grow, and what is learned is older"
-    learned = finished(own, "tide")[0].learned
+    learned = ended[0].learned
     assert learned.rates
     assert learned.update_s == own.scenario.costs.trainer.fixed_s
 
@@ -109,9 +127,15 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", effort.cases(["dynarl", "tide"], always=["tide"]))
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_fault_strikes_once_and_lasts_over_iterations(name: str, fault: dict[str, Any]) -> None:
+STRUCK = [(fault, name) for fault in FAULTS for name in ("dynarl", "tide")]
+LATER = "a node that is back in a later iteration"
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), effort.cases(STRUCK, always=[(LATER, "tide"), *((fault, "dynarl") for fault in FAULTS)])
+)
+def test_a_fault_strikes_once_and_lasts_over_iterations(case: str, name: str) -> None:
+    fault = FAULTS[case]
     own = job(3, faults=[fault])
     runs = [each.run for each in finished(own, name)]
     assert [(run.num_samples, run.num_lost) for run in runs] == [(NUM_SAMPLES, 0)] * 3
@@ -146,17 +170,27 @@ def test_a_fixed_split_waits_for_a_node_that_comes_back_and_fails_without_it() -
         run_of(job(2, faults=[{**fault, "back_after_s": None}]), "static")
 
 
+ON_N1: dict[str, Any] = {
+    "nodes": THREE_NODES["cluster"]["nodes"],
+    "placement": {"actor": "4-5", "rollout": "0-3,6-7", "inference": "8-11"},
+}
+"""The actor is at home on n1."""
+
+
+@cache
+def undisturbed_on_n1(name: str) -> JobRun:
+    return run_of(job(2, cluster=ON_N1), name)
+
+
 @pytest.mark.parametrize("name", effort.cases(["static", "phases", "dynarl", "tide"], always=["static", "tide"]))
 @pytest.mark.parametrize("iteration", [0, 1])
 def test_a_job_that_loses_the_actors_state_goes_back_to_its_checkpoint(name: str, iteration: int) -> None:
-    """The actor is at home on n1, which is lost while it trains."""
-    placement = {"actor": "4-5", "rollout": "0-3,6-7", "inference": "8-11"}
-    cluster = {"nodes": THREE_NODES["cluster"]["nodes"], "placement": placement}
-    undisturbed = run_of(job(2, cluster=cluster), name).rows[iteration]
+    """The actor's node is lost while it trains."""
+    undisturbed = undisturbed_on_n1(name).rows[iteration]
     at_s = undisturbed.seconds - scenario().costs.sync.fixed_s - 1
     fault = {"at_s": at_s, "iteration": iteration, "kind": "node", "node": "n1", "back_after_s": 20}
-    own = job(2, cluster=cluster, faults=[fault])
-    rows, last = run_of(own, name).rows, finished(own, name)[iteration]
+    own, ended = run_and_finished(job(2, cluster=ON_N1, faults=[fault]), name)
+    rows, last = own.rows, ended[iteration]
     assert [row.num_restarts for row in rows] == [int(at == iteration) for at in range(2)]
     assert [(row.num_samples, row.num_lost) for row in rows] == [(NUM_SAMPLES, 0)] * 2
     row = rows[iteration]
@@ -176,8 +210,6 @@ def test_an_actor_that_loses_a_rank_in_the_sync_has_it_again_before_it_trains() 
 
 def test_an_iteration_that_is_abandoned_as_it_begins_has_no_attempt_of_its_own() -> None:
     fault = {"at_s": 0, "iteration": 1, "kind": "node", "node": "n1", "back_after_s": 20}
-    placement = {"actor": "4-5", "rollout": "0-3,6-7", "inference": "8-11"}
-    cluster = {"nodes": THREE_NODES["cluster"]["nodes"], "placement": placement}
-    row = run_of(job(2, cluster=cluster, faults=[fault]), "static").rows[1]
+    row = run_of(job(2, cluster=ON_N1, faults=[fault]), "static").rows[1]
     assert (row.num_restarts, row.num_samples) == (1, NUM_SAMPLES)
     assert sum(row.gpu_s.values()) == pytest.approx(row.seconds * NUM_GPUS)
