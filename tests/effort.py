@@ -1,4 +1,4 @@
-"""How much `make test` tries: a fifth of a property's examples, some cases of a test. `make test-long` tries all."""
+"""How much `make test` tries: an eighth of a property's examples, some cases of a test. `make test-long` tries all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 IS_FULL = False
 """Set before any test module is read."""
-_SHARE = 5
+_SHARE = 8
 
 
 def examples(full: int) -> int:

@@ -25,7 +25,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 fuzzed = settings(
-    max_examples=4000 if effort.IS_FULL else 200,
+    max_examples=4000 if effort.IS_FULL else 100,
     deadline=None,
     # An example writes its file over that of the example before.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -24,6 +24,7 @@ from services.scheduler.state.cluster_state import OVER, ClusterState, Phase
 from services.scheduler.state.components import Absence
 from services.scheduler.state.remembered import Assignment
 from services.scheduler.state.values import JobSpec
+from tests import effort
 from tests.properties.job_histories import NUM_ITERATIONS, SLOTS, finished, happen
 from tests.properties.job_histories import histories as histories_of_jobs
 from tests.unit.scheduler.drive import MAX_STEPS, Drive, booted
@@ -47,10 +48,12 @@ SECTIONS: dict[str, dict[str, object]] = {
     "dynarl with priority": {"policy": "dynarl", "dynarl": {"low_for_s": 1.0, "request_priority": True}},
     "tide": {"policy": "tide"},
 }
-assert {section["policy"] for section in SECTIONS.values()} == set(POLICY_NAMES), "a policy without properties"
 POLICIES: dict[str, Policy] = {
     name: policy_of(SchedulerSection.model_validate(section)) for name, section in SECTIONS.items()
 }
+QUICK = ("static", "rlinf that lends", "dynarl with priority", "tide")
+"""One of each policy, with all that it may do."""
+assert {SECTIONS[name]["policy"] for name in QUICK} == set(POLICY_NAMES), "a policy without properties"
 EIGHTHS = 8
 
 report = st.tuples(st.just("tell"), st.integers(0, 3 * (EIGHTHS + 1) - 1))
@@ -100,7 +103,7 @@ def replayed(drive: Drive, policy: Policy) -> list[tuple[ClusterState, PolicyAns
     return proposed
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", effort.cases(POLICIES, always=QUICK))
 @settings(FEW, max_examples=4)
 @given(steps=STEPS)
 def test_decisions_repeat_byte_for_byte_and_propose_few_moves_to_what_layouts_can_do(
@@ -119,7 +122,7 @@ def test_decisions_repeat_and_propose_what_can_be_done_over_many_histories(
     check_history(name, steps)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", effort.cases(POLICIES, always=QUICK))
 @settings(FEW, max_examples=4)
 @given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
 def test_whatever_happens_a_job_finishes_under_every_policy(
@@ -138,7 +141,7 @@ def test_a_job_finishes_under_every_policy_over_many_histories(
     check_job(name, steps, keeps_state=keeps_state, every=every)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", effort.cases(POLICIES, always=QUICK))
 @settings(FEW, max_examples=4)
 @given(steps=histories_of_jobs(), keeps_state=st.booleans(), every=EVERY)
 def test_a_job_whose_dead_stay_dead_finishes_or_fails_with_a_reason_under_every_policy(
@@ -167,7 +170,7 @@ without_resizes = st.one_of(
 PLACING = [name for name in POLICIES if name != "static"]
 
 
-@pytest.mark.parametrize("name", PLACING)
+@pytest.mark.parametrize("name", effort.cases(PLACING, always=QUICK))
 @settings(FEW, max_examples=3)
 @given(steps=st.lists(without_resizes, max_size=30))
 def test_a_job_whose_node_is_lost_for_good_finishes_without_it(name: str, steps: list[tuple[str, int]]) -> None:

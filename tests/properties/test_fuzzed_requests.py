@@ -37,7 +37,7 @@ from tidegate.runtime.launch import LaunchRefused, WorkerFds, WorkerProcess, Wor
 from tidegate.runtime.snapshots import ShardSource
 from tidegate.v1 import commands_pb2, control_pb2, events_pb2, instance_pb2, instance_pb2_grpc, types_pb2
 
-rarely_fuzzed = settings(fuzzed, max_examples=2000 if effort.IS_FULL else 100)
+rarely_fuzzed = settings(fuzzed, max_examples=2000 if effort.IS_FULL else 50)
 """A call takes milliseconds."""
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"}
 """The statuses of requests that are wrong. INTERNAL and UNKNOWN would be faults of the servicer."""

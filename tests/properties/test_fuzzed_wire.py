@@ -200,7 +200,7 @@ def running_states() -> list[ClusterState]:
     return [state for state in real.states() if state.iteration is not None and state.job == JOB]
 
 
-@settings(fuzzed, max_examples=600 if effort.IS_FULL else 60)
+@settings(fuzzed, max_examples=600 if effort.IS_FULL else 30)
 @given(st.data(), st.lists(st.sampled_from(Role), min_size=1, max_size=3))
 def test_pictures_of_any_legal_numbers_lead_to_a_decision(data: st.DataObject, roles: list[Role]) -> None:
     state = data.draw(st.sampled_from(running_states()))

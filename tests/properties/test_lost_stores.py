@@ -91,7 +91,7 @@ def fault(drive: Drive) -> str | None:
     return None
 
 
-NUM_PARTS, NUM_HISTORIES = (10, 1000) if effort.IS_FULL else (1, 80)
+NUM_PARTS, NUM_HISTORIES = (10, 1000) if effort.IS_FULL else (1, 40)
 
 
 @pytest.mark.timeout(900)

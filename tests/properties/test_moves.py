@@ -30,7 +30,7 @@ from tests.unit.scheduler.proposals import ProposalMaker
 from tidegate.ownership.records import GpuState
 from tidegate.types import Layout, Role
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ENGINE_SIZES = (1, 2)
 MAX_PROPOSALS = 5

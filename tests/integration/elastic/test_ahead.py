@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.elastic.trainer_ranks import updates_of
 from tests.ranks import RankServer, Results
 
@@ -26,7 +27,9 @@ def not_ahead(ranks: RankServer) -> list[Results]:
     return ranks.run(f"{RANKS}:walk", NUM_RANKS, {"places": PLACES, "ahead": False, "shards": SHARDS})
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["in shared memory", "in private memory"])
+@pytest.mark.parametrize(
+    "shared", effort.cases([True, False], always=[True]), ids=["in shared memory", "in private memory"]
+)
 def test_a_layout_that_was_built_ahead_is_switched_to_as_to_a_known_one_with_the_same_bits(
     ranks: RankServer, not_ahead: list[Results], shared: bool
 ) -> None:

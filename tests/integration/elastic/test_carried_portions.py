@@ -25,14 +25,15 @@ def at(portions: int, ranks: Sequence[int] | None = None, /, **layout: int) -> d
 
 
 UNDISTURBED = [at(3)]
+BACK = "two reshards at once, and back"
 WALKS: dict[str, list[dict[str, Any]]] = {
     "dp1 to dp2": [at(1), at(2, dp=2)],
-    "two reshards at once, and back": [at(2, dp=2), at(0, tp=2), at(0, pp=2), at(1, dp=2)],
+    BACK: [at(2, dp=2), at(0, tp=2), at(0, pp=2), at(1, dp=2)],
     "dp4 to tp2 dp2": [at(2, dp=4), at(1, [3, 1, 0, 2], tp=2, dp=2)],
     "tp2 to pp2 with newcomers and leavers": [at(2, [0, 1], tp=2), at(1, [3, 1], pp=2)],
     "two reshards with portions between": [at(1, dp=2), at(1, pp=2), at(1, [1, 2], tp=2)],
 }
-ALWAYS = ("dp4 to tp2 dp2", "two reshards with portions between")
+ALWAYS = ("dp4 to tp2 dp2", BACK)
 LONG_WALKS: dict[str, list[dict[str, Any]]] = {
     "dp2 to dp1": [at(3, dp=2), at(0, [1])],
     "tp2 to pp2 on other ranks": [at(3, [0, 1], tp=2), at(0, [3, 2], pp=2)],
@@ -91,11 +92,16 @@ def test_an_update_of_carried_portions_is_that_of_an_undisturbed_trainer(
 @pytest.mark.parametrize(
     ("walk", "options", "rtol"),
     [
-        ("dp4 to tp2 dp2", {"shared": False}, 1e-5),
-        ("two reshards with portions between", {"shared": False, "tied": False}, 1e-5),
-        ("two reshards with portions between", {"bf16": True}, 2e-2),
+        pytest.param("dp4 to tp2 dp2", {"shared": False}, 1e-5, id="sent"),
+        pytest.param(
+            "two reshards with portions between",
+            {"shared": False, "tied": False},
+            1e-5,
+            id="sent, with embeddings of their own",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("two reshards with portions between", {"bf16": True}, 2e-2, id="bf16", marks=pytest.mark.long),
     ],
-    ids=["sent", "sent, with embeddings of their own", "bf16"],
 )
 def test_portions_are_carried_in_every_precision_and_by_every_transport(
     run: Run, walk: str, options: dict[str, Any], rtol: float
@@ -110,10 +116,10 @@ def test_portions_are_carried_with_experts(run: Run) -> None:
     assert_same_update(run(places, experts=True), run(UNDISTURBED, experts=True), rtol=1e-5)
 
 
-def test_a_reshard_without_portions_takes_no_memory_for_gradients(run: Run) -> None:
+@pytest.mark.parametrize("name", effort.cases([BACK, "dp1 to dp2"], always=[BACK]))
+def test_a_reshard_without_portions_takes_no_memory_for_gradients(run: Run, name: str) -> None:
     """Rank 0 has a file in each layout, and one more in each while portions are carried. None is left over."""
-    for name in ("two reshards at once, and back", "dp1 to dp2"):
-        assert run(WALKS[name])[0]["files"].tolist() == [4, 2, 2], name
+    assert run(WALKS[name])[0]["files"].tolist() == [4, 2, 2]
 
 
 @pytest.mark.long
@@ -129,7 +135,7 @@ def test_with_dropout_the_numbers_do_not_depend_on_what_was_built(run: Run) -> N
     assert updates_of(fresh).tolist() == updates_of(visited).tolist()
 
 
-@pytest.mark.parametrize("point", ["build", "allocated", "transferred"])
+@pytest.mark.parametrize("point", effort.cases(["build", "allocated", "transferred"], always=["transferred"]))
 def test_after_a_failure_of_one_member_the_minibatch_stays_open_in_the_old_layout(
     ranks: RankServer, run: Run, point: str
 ) -> None:

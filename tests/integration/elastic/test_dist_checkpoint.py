@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.elastic import dist_checkpoint_ranks
 from tests.integration.elastic.dist_checkpoint import logical_state
 from tests.ranks import RankServer
@@ -19,7 +20,7 @@ TP2_DP2 = ({"tp": 2, "pp": 1, "dp": 2}, [0, 1, 2, 3])
 PP2_VPP2 = ({"tp": 1, "pp": 2, "dp": 1, "vpp": 2}, [3, 1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", effort.cases(["float32", "bfloat16"], always=["bfloat16"]))
 def test_the_oracle_loads_in_one_layout_the_state_that_was_saved_in_another(
     ranks: RankServer, tmp_path: Path, dtype: str
 ) -> None:

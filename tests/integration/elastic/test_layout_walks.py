@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.elastic.trainer_ranks import circuit, updates_of
 from tests.ranks import RankServer, Results
 
@@ -63,10 +64,11 @@ def check(found: list[Results], want: Any, *, num_switches: int, tolerance: floa
     np.testing.assert_allclose(losses, want[:, 0], rtol=tolerance)
 
 
-def test_a_dense_tied_model_goes_from_every_layout_to_every_other(ranks: RankServer) -> None:
-    found, want = walk(ranks, DENSE, 4)
+@pytest.mark.parametrize("num_layouts", effort.cases([3, 4], always=[3]))
+def test_a_dense_tied_model_goes_from_every_layout_to_every_other(ranks: RankServer, num_layouts: int) -> None:
+    found, want = walk(ranks, DENSE[-num_layouts:], 4)
 
-    check(found, want, num_switches=12, tolerance=TOLERANCE["fp32"])
+    check(found, want, num_switches=num_layouts * (num_layouts - 1), tolerance=TOLERANCE["fp32"])
 
 
 @pytest.mark.long

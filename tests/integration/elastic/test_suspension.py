@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.elastic.trainer_ranks import updates_of
 from tests.ranks import RankServer, Results
 
@@ -34,7 +35,10 @@ def never_suspended(ranks: RankServer) -> Results:
     return ranks.run(WALKS, NUM_RANKS, arguments)[0]
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+IN_PRIVATE = "its tensors in private memory"
+
+
+@pytest.mark.parametrize("memory", effort.cases(MEMORIES, always=[name for name in MEMORIES if name != IN_PRIVATE]))
 def test_a_job_that_was_suspended_has_the_bits_of_one_that_never_was(
     ranks: RankServer, never_suspended: Results, memory: str
 ) -> None:

@@ -38,7 +38,7 @@ TIGHTER = 1e-6
 @pytest.mark.parametrize(
     ("name", "dtype", "num_updates"),
     [
-        ("four replicas become two of cut tensors", "fp32", 5),
+        ("four replicas become two of cut tensors", "fp32", 3),
         *(
             pytest.param(name, dtype, 20, marks=[pytest.mark.long, pytest.mark.timeout(600)])
             for name in (*OVER_REPLICAS_AND_STAGES, *OVER_TENSORS, *OVER_EXPERTS)
@@ -90,7 +90,7 @@ def test_dropout_depends_on_seed_update_and_coordinates_however_the_layout_was_r
         arguments = {"places": places, "dropping_out": dropping_out}
         return updates_of(ranks.run(TRAINERS + "walks", 4, arguments))
 
-    got = run([home | {"updates": 2}, away, home, away, permuted])
-    want = run([home | {"updates": 4}])
+    got = run([home | {"updates": 2}, away, permuted])
+    want = run([home | {"updates": 3}])
     assert got.tolist() == want.tolist()
     assert got[0, 0] != run([home], dropping_out=False)[0, 0]

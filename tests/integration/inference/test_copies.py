@@ -41,7 +41,7 @@ async def scored_by(tmp_path: Path, layout: dict[str, int], weights: Path, serve
         return await of.scored()
 
 
-@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[2]))
+@pytest.mark.parametrize("tp", effort.cases([1, 2], always=[1]))
 async def test_two_copies_give_the_bits_of_one(tmp_path: Path, weights: Path, server: Server, tp: int) -> None:
     want = await scored_by(tmp_path / "one", {"tp": tp}, weights, server)
     assert await scored_by(tmp_path / "two", {"tp": tp, "dp": 2}, weights, server) == want

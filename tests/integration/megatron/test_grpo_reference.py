@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.integration.megatron.grpo_reference import BF16_TOLERANCE, TOLERANCE,
 from tests.integration.megatron.logical_tensors import logical_tensors
 from tests.ranks import RankServer
 
-LAYOUTS = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {"on one rank": {}, "on eight ranks, tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "mean over tokens": {"aggregation": "token-mean"},
     "mean over sequences of token means, ratio to the engine": {
@@ -27,19 +28,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "aggregation": "seq-mean-token-sum-norm"
     },
 }
+QUICK = [*product(["on one rank"], SETTINGS), ("on eight ranks, tp2 pp2 dp2", "mean over tokens")]
 
 
 @pytest.mark.parametrize("tied", effort.cases([False, True], always=[True]), ids=["two embeddings", "tied embeddings"])
-@pytest.mark.parametrize("grpo", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_loss_and_gradient_are_those_of_the_formulas(
-    ranks: RankServer, layout: dict[str, int], grpo: dict[str, Any], tied: bool
-) -> None:
-    world_size = 8 if layout else 1
+@pytest.mark.parametrize(("layout", "setting"), effort.cases(product(LAYOUTS, SETTINGS), always=QUICK))
+def test_loss_and_gradient_are_those_of_the_formulas(ranks: RankServer, layout: str, setting: str, tied: bool) -> None:
+    sizes, grpo = LAYOUTS[layout], SETTINGS[setting]
+    world_size = 8 if sizes else 1
     got = ranks.run(
         "tests.integration.megatron.actor_trainer_ranks:one_update",
         world_size,
-        {"layout": layout, "grpo": grpo, "tied": tied},
+        {"layout": sizes, "grpo": grpo, "tied": tied},
     )
     want = reference_of(got, small_job.grpo_settings(**grpo), tied=tied)
     assert want.clip_fraction > 0.05, "the samples must be off-policy enough to try the clipping"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.integration.megatron.portion_ranks import FIGURES
 from tests.ranks import RankServer, Results
 
@@ -46,7 +47,7 @@ def assert_same_bits(got: list[Results], want: list[Results]) -> None:
         assert [name for name in wanted if mine[name].tobytes() != wanted[name].tobytes()] == []
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", effort.cases(CUTS, always=["unequal"]))
 def test_a_minibatch_in_portions_has_the_bits_of_a_whole_minibatch(run: Run, cut: str) -> None:
     assert_same_bits(run({"dp": 2}, tied=True, cuts=CUTS[cut]), run({"dp": 2}, tied=True))
 
@@ -72,7 +73,9 @@ def test_in_every_layout_portions_have_the_bits_of_a_whole_minibatch(
     assert_same_bits(run(layout, cuts=CUTS[cut], **arguments), run(layout, **arguments))
 
 
-@pytest.mark.parametrize("layout", [{"dp": 4}, {"pp": 2, "dp": 2}], ids=["dp4", "pp2 dp2"])
+@pytest.mark.parametrize(
+    "layout", effort.cases([{"dp": 4}, {"pp": 2, "dp": 2}], always=[{"pp": 2, "dp": 2}]), ids=["dp4", "pp2 dp2"]
+)
 def test_portions_in_another_layout_have_the_bits_of_a_whole_minibatch_on_one_rank(
     run: Run, layout: dict[str, int]
 ) -> None:
@@ -84,7 +87,7 @@ def test_portions_in_another_layout_have_the_bits_of_a_whole_minibatch_on_one_ra
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", effort.cases(AGGREGATIONS, always=["token-mean", "seq-mean-token-sum-norm"]))
 def test_without_reproducible_mode_portions_come_close_to_a_whole_minibatch(run: Run, aggregation: str) -> None:
     arguments = {"num_logical_shards": None, "aggregation": aggregation}
     got, want = run({"dp": 2}, cuts=CUTS["unequal"], **arguments)[0], run({"dp": 2}, **arguments)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.ranks import RankServer, Results
 
 JOBS = "tests.integration.megatron.actor_trainer_ranks"
@@ -79,7 +80,14 @@ SAME_BITS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "arguments"), SAME_BITS.values(), ids=SAME_BITS)
+QUICK = ("tied pp2 dp2", "tied, in bf16, pp2 vpp2 dp2", "under a token cap, pp2 vpp2 dp2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    effort.cases(SAME_BITS.values(), always=[SAME_BITS[name] for name in QUICK]),
+    ids=SAME_BITS,
+)
 def test_a_run_has_the_bits_of_one_rank_s(run: Run, layout: dict[str, int], arguments: dict[str, Any]) -> None:
     want, got = run({}, **arguments), run(layout, **arguments)
     assert np.all(want["grad_norm"] > 0.05), "the norm must clip the gradients"
@@ -113,7 +121,7 @@ def test_more_replicas_have_the_same_bits_at_the_same_tp(run: Run) -> None:
     assert different(run({"tp": 2, "dp": 2}, tied=True), run({"tp": 2}, tied=True)) == []
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", effort.cases(["selective", "full"], always=["full"]))
 def test_recomputed_activations_change_no_bit(run: Run, recompute: str) -> None:
     layout = {"pp": 2, "dp": 2}
     assert different(run(layout, tied=True, recompute=recompute), run(layout, tied=True)) == []

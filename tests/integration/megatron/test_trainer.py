@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from tests import effort
 from tests.ranks import RankServer
 
 JOBS = "tests.integration.megatron.actor_trainer_ranks"
@@ -15,7 +16,7 @@ EIGHT_RANKS = {"tp": 2, "pp": 2, "dp": 2}
 
 @pytest.mark.parametrize(
     "advantage",
-    [math.nan, 1e30],
+    effort.cases([math.nan, 1e30], always=[1e30]),
     ids=["a loss that is not a number", "a finite loss whose gradient's norm overflows"],
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(ranks: RankServer, advantage: float) -> None:
@@ -29,7 +30,9 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(ranks: RankSer
         assert np.isfinite(rank["next_loss"])
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["one rank", "tp2 pp2"])
+@pytest.mark.parametrize(
+    "layout", effort.cases([{}, {"tp": 2, "pp": 2}], always=[{"tp": 2, "pp": 2}]), ids=["one rank", "tp2 pp2"]
+)
 def test_supervised_steps_learn_the_demonstrations(ranks: RankServer, layout: dict[str, int]) -> None:
     got = ranks.run(f"{JOBS}:supervised", 4 if layout else 1, {"layout": layout, "num_updates": 25})
     for rank in got:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from services.actor.arena_folder import file_system
+from tests import effort
 from tests.ranks import RankServer, Results
 
 RANKS = "tests.integration.megatron.worker_ranks"
@@ -24,7 +25,10 @@ class Run(NamedTuple):
     members: list[Results]
 
 
-@pytest.fixture(scope="module", params=["in shared memory", "each for itself"])
+MEMORIES = effort.cases(["in shared memory", "each for itself"], always=["in shared memory"])
+
+
+@pytest.fixture(scope="module", params=MEMORIES)
 def run(request: pytest.FixtureRequest, ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("job")
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tidegate-test-") as shared:
@@ -151,7 +155,7 @@ def test_a_member_that_finds_no_server_of_an_epoch_s_store_joins_the_next_epoch(
     assert found["losses"] == pytest.approx(fixed["losses"][:1], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("where", ["in shared memory", "each for itself"])
+@pytest.mark.parametrize("where", MEMORIES)
 def test_a_suspended_worker_gives_its_memory_back_and_trains_on_from_the_host_s(
     ranks: RankServer, fixed: Results, tmp_path: Path, where: str
 ) -> None:

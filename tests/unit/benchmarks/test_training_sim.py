@@ -83,7 +83,7 @@ def test_no_neighbour_of_the_best_asynchronous_split_is_faster_or_as_fast_with_m
 
 
 def test_a_case_has_every_ratio() -> None:
-    found = {part: case(small(), NUM, 7) for part, case in (("strict", strict_case), ("async", async_case))}
+    found = {part: case(small(), 3, 7) for part, case in (("strict", strict_case), ("async", async_case))}
     figures = figures_of([found["strict"] | found["async"]], "a_")
     assert figures.keys() == {f"a_{key}{end}" for key in RATIOS for end in ("", "_min", "_max")}
     assert GOALS.keys() <= set(RATIOS)

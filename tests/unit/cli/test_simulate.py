@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from cli.__main__ import main
+from tests import effort
 from tests.unit.cli.configs import small_file
 
 SCENARIO = """\
@@ -294,8 +296,13 @@ def test_blanks_between_policies_are_left_out(scenario: str, capsys: pytest.Capt
     assert [each["policy"] for each in found["policies"]] == ["static", "rlinf"]
 
 
-@pytest.mark.parametrize("form", ["table", "html"])
-@pytest.mark.parametrize("case", ["nobody reads", "the disk is full"])
+@pytest.mark.parametrize(
+    ("case", "form"),
+    effort.cases(
+        product(["nobody reads", "the disk is full"], ["table", "html"]),
+        always=[("nobody reads", "table"), ("the disk is full", "html")],
+    ),
+)
 def test_an_output_that_takes_nothing_ends_with_1_and_no_traceback(case: str, form: str, scenario: str) -> None:
     """A table is written at the end, a page at once."""
     if case == "nobody reads":

@@ -116,7 +116,7 @@ def test_a_prefill_longer_than_the_largest_row_count_is_cut_without_a_trace() ->
     assert in_batch == continued == alone(config, request)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("temperature", effort.cases([0.0, 1.0], always=[1.0]), ids=["greedy", "seeded"])
 def test_a_sequence_that_moves_at_any_token_is_the_one_that_never_moved(temperature: float) -> None:
     """It moves once before its first token, once after, and so on, and meets other sequences on the other engine."""
     request = request_of(sampling=SamplingParams(max_new_tokens=24, temperature=temperature, seed=5))

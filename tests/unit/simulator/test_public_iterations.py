@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from simulator.scenario import Scenario, load_scenario
+from tests import effort
 from tests.unit.simulator.published_trajectory import DYNAMIC_S, STATIC_ENDS_S, STATIC_S, replayed_s, static_ends
 
 SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
@@ -28,7 +29,12 @@ def all_generate(file: str, *overrides: str) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "want"), [(64, (591, 102, 368)), (128, (368, 55, 200)), (256, (236, 30, 112))], ids=str
+    ("num_gpus", "want"),
+    effort.cases(
+        [(64, (591, 102, 368)), (128, (368, 55, 200)), (256, (236, 30, 112))],
+        always=[(64, (591, 102, 368)), (256, (236, 30, 112))],
+    ),
+    ids=str,
 )
 def test_the_phases_of_an_iteration_take_what_rlinf_published(num_gpus: int, want: tuple[float, ...]) -> None:
     """RLinf, figure 9: seconds of generation, log-probabilities and training of 7B."""
