@@ -63,6 +63,7 @@ def job_on_data(folder: Path, *, faults: dict[int, str] | None = None) -> dict[s
     return raw
 
 
+@pytest.mark.long
 async def test_a_job_on_data_trains_each_sample_once_and_names_those_on_which_a_reward_fails(tmp_path: Path) -> None:
     raw = job_on_data(tmp_path, faults={2: "raise", 5: "die", 7: "hang"})
     async with running(raw, tmp_path) as job:

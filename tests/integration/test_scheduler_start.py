@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.component_bench import job_config
 from tests.scheduler_process import scheduler_process
 from tidegate.config.job_config import JobConfig
@@ -41,6 +43,7 @@ async def test_a_scheduler_that_starts_before_its_store_waits_for_it_and_serves(
         assert "nats_disconnected" not in logged(config), "it ended on purpose"
 
 
+@pytest.mark.long
 async def test_a_scheduler_whose_store_never_comes_ends_and_has_said_why(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = config_with(servers, tmp_path)

@@ -37,6 +37,7 @@ def test_a_torch_loop_ends_its_budget_exactly() -> None:
     assert lines_of("lr_torch.py")[-1].endswith("24 of 24 steps, next rate 0.0")
 
 
+@pytest.mark.long
 def test_megatrons_optimizer_has_the_ledgers_rate_at_each_update_and_moves_the_weights() -> None:
     *updates, last = lines_of("lr_megatron.py")
     assert last == "30 updates, 40 steps, next rate 1.000e-03"

@@ -47,6 +47,7 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights
 
 
+@pytest.mark.long
 async def test_a_foreseen_switch_uses_what_was_built_ahead(tmp_path: Path, want: str) -> None:
     assert await _grown(tmp_path) == (True, want)
     follows = {

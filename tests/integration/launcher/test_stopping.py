@@ -84,6 +84,7 @@ def test_the_death_of_a_server_stops_everything_with_a_message(server: str, laun
     assert_nothing_is_left(launched)
 
 
+@pytest.mark.long
 def test_a_service_that_dies_is_started_again(launch: Launch) -> None:
     launched = launch()
     launched.until_it_says("fork servers and services")
