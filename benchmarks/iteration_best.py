@@ -5,7 +5,7 @@
 on the same lengths. The search begins at the schedules of `tide`, of the fastest other and of ordered phases. A policy
 that ends sooner than the search finds is the best schedule itself, so no ratio is below 1.
 
-The base cell is searched longest, on each of its seeds. A search elsewhere has fewer schedules. It is on each seed of
+The base cell is searched longest, on each of its seeds. A search elsewhere has fewer schedules. It is on two seeds of
 the cells that count apart, those of the fixed order and `WEAK`, and on one seed of the others.
 """
 
@@ -33,7 +33,7 @@ def searched_case(cell: Cell, seeds: Sequence[int], *, is_searched: bool = True)
     if not is_searched:
         return case
     found = {}
-    for at, seed in enumerate(seeds if cell.is_fixed or cell.name in WEAK else seeds[:1]):
+    for at, seed in enumerate(seeds[: 2 if cell.is_fixed or cell.name in WEAK else 1]):
         names = dict.fromkeys((fastest_other(case, at), "phases_ordered"))
         found[seed] = clairvoyant_schedule(
             cell.scenario(), seed=seed, evaluations=EVALUATIONS_A_CELL, others={name: among[name] for name in names}

@@ -20,8 +20,9 @@ from benchmarks.report import spread
 from simulator.policies import Contender
 from simulator.scenario import Scenario, load_scenario
 
-FIRST_SEED = 400
-BASE_SEEDS, CELL_SEEDS = 5, 2
+FIRST_SEED = 1000
+SEEDS = 5
+"""Of each cell. From seed to seed the ratio of two policies varies by 1.6 %: the median of two tells nothing of 1 %."""
 FIXED = ("algorithm.minibatch_order=fixed",)
 
 # P: 6N of the peak, 0.10 to 0.15 badly packed and 0.39 to 0.46 well packed; the log-probabilities are 0.2 to 0.35 of it
@@ -143,9 +144,8 @@ def _cells() -> tuple[Cell, ...]:
     named += [(f"fixed order: {name}", (*FIXED, *words), True) for name, words in _FIXED.items()]
     cells, first = [], FIRST_SEED
     for name, words, is_fixed in named:
-        count = BASE_SEEDS if name == "base" else CELL_SEEDS
-        cells.append(Cell(name, words, range(first, first + count), is_fixed))
-        first += count
+        cells.append(Cell(name, words, range(first, first + SEEDS), is_fixed))
+        first += SEEDS
     return tuple(cells)
 
 
