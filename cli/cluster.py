@@ -31,7 +31,6 @@ from tidegate.cluster.folder import ClusterFolder
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
-from tidegate.job import load_job
 from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
 from tidegate.launcher.services import service_env
@@ -132,26 +131,28 @@ def down(output_dir: Path, form: Form) -> int:
 
 def submit(args: argparse.Namespace, form: Form) -> int:
     """Checks a job as `run` does, and puts it into the cluster's queue."""
+    # Import here, as for `run`.
+    from tidegate.launcher.claim import Start
+    from tidegate.launcher.run import RunRequest, check_job
+
     if args.resume and args.force:
         raise BadUsage("--resume needs the files that --force removes: give only one of them")
     options = {} if args.output_dir is None else {"output_dir": args.output_dir}
     sourced = load_sources(sources_of(args.config, options))
     config = sourced.config
     config = config.model_copy(update={"output_dir": str(Path(config.output_dir).resolve())})
-    for warning in (*sourced.notes, *config.warnings()):
-        print(f"tidegate: {warning}", file=sys.stderr)
-    try:
-        load_job(config)
-    except ConfigError as error:
-        raise ConfigError(with_origins(str(error), sourced.layer)) from error
     words = ["tidegate", "submit", *args.config]
     if args.output_dir is not None:
         words += ["--output-dir", args.output_dir]
+    command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
+    for warning in (*sourced.notes, *config.warnings()):
+        print(f"tidegate: {warning}", file=sys.stderr)
+    try:
+        config = asyncio.run(check_job(RunRequest(config, start, f"{command} --resume", f"{command} --force"))).config
+    except ConfigError as error:
+        raise ConfigError(with_origins(str(error), sourced.layer)) from error
     request = cluster_pb2.SubmitJobRequest(
-        config=config.to_json(),
-        treatment="resume" if args.resume else "force" if args.force else "fresh",
-        priority=args.priority,
-        command=shlex.join(words),
+        config=config.to_json(), treatment=start, priority=args.priority, command=command
     )
     folder = ClusterFolder.of(Path(config.output_dir))
     return asyncio.run(_submit(folder, request, form, follow=args.follow))

@@ -176,17 +176,16 @@ async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path,
 
 async def _job_rows(names: list[str], output_dir: Path) -> list[Row]:
     """The jobs that have a folder, and those of a cluster that wait or start."""
-    submitted = {each.job: each for each in await cluster.submissions(output_dir)}
-    waiting = [each for each in submitted.values() if each.state in ("queued", "placed")]
+    submitted = await cluster.submissions(output_dir)
     rows: dict[str, Row] = {
         each.job: dict.fromkeys(jobs.JOB_COLUMNS) | {"job": each.job, "state": each.state, "message": each.message}
-        for each in waiting
-        if not names or each.job in names
+        for each in submitted
+        if each.state in ("queued", "placed") and (not names or each.job in names)
     }
-    named = [name for name in names if name not in rows]
-    folders = [jobs.job_folder(output_dir, name) for name in named]
-    if not names and (output_dir.is_dir() or not submitted):
-        folders = [folder for folder in jobs.job_folders(output_dir) if folder.root.name not in rows]
+    if names:
+        folders = [jobs.job_folder(output_dir, name) for name in names if name not in rows]
+    else:
+        folders = [each for each in jobs.job_folders(output_dir) if each.root.name not in rows]
     for folder in folders:
         rows[folder.root.name] = await jobs.job_row(folder)
     return [rows[job] for job in sorted(rows)]

@@ -10,8 +10,8 @@ Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers.
 A server that dies is started again, on its port and its data.
 
 Invariants:
-- One agent at a time has a cluster's folder. [test_cluster: a_second_agent]
-- However it ends, no process and no host memory of it remains. [test_cluster: leaves_nothing]
+- One agent at a time has a cluster's folder. [test_agent: a_second_agent]
+- However it ends, no process and no host memory of it remains. [test_cluster: and_leave_nothing]
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class AgentRuns(RuntimeError):
 class Agent:
     """The parts of a cluster on one machine, between `run`'s start and its end."""
 
-    def __init__(
-        self, folder: ClusterFolder, nodes: Mapping[NodeId, int], device: DeviceKind, *, memory: Path
-    ) -> None:
+    def __init__(self, folder: ClusterFolder, nodes: Mapping[NodeId, int], device: DeviceKind, *, memory: Path) -> None:
         self._folder = folder
         self._nodes = nodes
         self._device = device
@@ -93,9 +91,7 @@ class Agent:
                 lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(servicer, server),
                 {StillRuns: grpc.StatusCode.FAILED_PRECONDITION},
             )
-            jobs = NodeJobs(
-                folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed
-            )
+            jobs = NodeJobs(folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed)
             servicer.jobs = jobs
             server = await serve([served], "127.0.0.1:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))

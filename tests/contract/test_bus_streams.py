@@ -140,3 +140,13 @@ async def test_a_job_whose_samples_take_most_of_the_disk_is_opened_again(tmp_pat
         for _ in range(2):
             await bus.streams.open_job(JobId("large"))
         await bus.close()
+
+
+async def test_a_removed_job_has_no_streams_and_can_be_opened_anew(bench: Bench) -> None:
+    await bench.bus.events.publish(numbered(source(), bench.job, 1))
+    for _ in range(2):
+        await bench.bus.streams.remove_job(bench.job)
+    with pytest.raises(JobNotOpen):
+        await bench.bus.streams.require_job(bench.job)
+    await bench.bus.streams.open_job(bench.job)
+    assert [each async for each in bench.bus.events.read(bench.job)] == []

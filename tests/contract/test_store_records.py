@@ -140,4 +140,20 @@ class TestSubmissions:
             await store.write_submissions({one: b"x", two: b"x"}, expected={one: None, two: None})
         assert await store.submissions() == {one: b"1"}
         await store.write_submissions({one: b"1", two: b"2"}, expected={one: None, two: None})
-        assert await (await attached(world)).submissions() == {one: b"1", two: b"2"}, "what is there already is a repeat"
+        assert await (await attached(world)).submissions() == {one: b"1", two: b"2"}, (
+            "what is there already is a repeat"
+        )
+
+    async def test_a_job_is_forgotten_with_all_its_records_and_no_others(self, store: CellStore) -> None:
+        for job in (JOB, JobId("other")):
+            await store.save(job, b"state", expected_write=0, version=1)
+            await store.remember(job, CommandId("c"), b"done")
+            await store.renew(job, ONE, ttl_ms=LONG_MS)
+        await store.forget_job(JOB)
+        await store.forget_job(JOB)
+        assert await store.load(JOB) is None
+        assert await store.recall(JOB, CommandId("c")) is None
+        assert not await store.renew(JOB, ONE, ttl_ms=LONG_MS)
+        assert await store.recall(JobId("other"), CommandId("c")) == b"done"
+        assert await store.renew(JobId("other"), ONE, ttl_ms=LONG_MS)
+        assert len(await store.gpus()) == len(GPUS)

@@ -112,7 +112,8 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     one, two = [cluster.until(job, state="running") for job in ("one", "two")]
     assert not {*one.gpus} & {*two.gpus}
     rows = {row["job"]: row for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
-    assert rows["late"]["state"] == "queued" and "waits for 3 GPUs" in rows["late"]["message"]
+    assert rows["late"]["state"] == "queued"
+    assert "waits for 3 GPUs" in rows["late"]["message"]
     assert (cluster.until("never", state="cancelled")).num_starts == 0
     for job in ("one", "two", "late"):
         cluster.until(job, state="finished")
@@ -136,7 +137,7 @@ def wide(num_gpus: int) -> tuple[str, ...]:
 def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster) -> None:
     cluster.run("up", "n0=3")
     cluster.submit("one", algorithm__iterations=6)
-    cluster.submit("two")
+    cluster.submit("two", actor__lr_schedule={})
     cluster.until_trained("one")
     agent = cluster.agent()
     family = agent.children(recursive=True)
@@ -149,6 +150,13 @@ def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster)
     for job, num_iterations in (("one", 6), ("two", 2)):
         summary = cluster.summary(job)
         assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
+    assert "has finished" in cluster.submit("two", actor__lr_schedule={}, is_refused=True)
+    cluster.submit("two", "--resume", actor__lr_schedule={}, algorithm__iterations=4)
+    cluster.until("two", state="finished")
+    assert cluster.summary("two")["iterations"] == 4
+    cluster.submit("two", "--force")
+    cluster.until("two", state="finished")
+    assert cluster.summary("two")["iterations"] == 2
 
 
 @pytest.mark.long

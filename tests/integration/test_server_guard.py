@@ -226,13 +226,15 @@ async def test_who_is_let_in_later_disturbs_nobody_and_who_is_put_out_has_no_rig
     await newcomer.ping()
     await connection.send_command("PING")
     assert await connection.read_response() == b"PONG", "it is still the connection of before"
-    assert listening.is_connected and not lost
+    assert listening.is_connected
+    assert not lost
     await client.close()
     await lab.servers.let_in(ServerGuard.of(lab.own, scheduler, job))
     assert "Authorization Violation" in await lab.refusal_by_nats(**nats_options(late))
     with pytest.raises(RedisConnectionError):
         await newcomer.ping()
-    assert listening.is_connected and not lost
+    assert listening.is_connected
+    assert not lost
     await lab.servers.stop()
     await lab.servers.start()
     assert "Authorization Violation" in await lab.refusal_by_nats(**nats_options(late)), "a restart remembers it"

@@ -280,12 +280,18 @@ class CellStore:
 
         await self._write((tables.state_cell(job),), decide)
 
+    async def forget_job(self, job: JobId) -> None:
+        of_job = tables.tables_of(job)
+        reading = await self._read(tables=of_job)
+        cells = [Cell(table, field) for table in of_job for field in reading.tables[table]]
+        await self._remove([tables.state_cell(job), *cells])
+
     async def submissions(self) -> dict[JobId, bytes]:
         reading = await self._read(tables=("submissions",))
         return {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
 
     async def write_submissions(
-        self, texts: Mapping[JobId, bytes], *, expected: Mapping[JobId, bytes | None]
+        self, texts: Mapping[JobId, bytes | None], *, expected: Mapping[JobId, bytes | None]
     ) -> None:
         cells = {tables.submission_cell(job): text for job, text in texts.items()}
 

@@ -93,6 +93,11 @@ class MemoryJobStreams:
         stream.messages.clear()
         stream.last_sequence = after_sequence
 
+    async def remove_job(self, job: JobId) -> None:
+        for stream in (subjects.events_stream(job), subjects.samples_stream(job)):
+            self._server.streams.pop(stream, None)
+        self._server.dead.pop(job, None)
+
     async def require_job(self, job: JobId) -> None:
         self._server.stream(subjects.events_stream(job))
 

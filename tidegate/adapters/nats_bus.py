@@ -29,7 +29,7 @@ from tidegate.adapters.nats_consumer import (
     stored_sequence,
 )
 from tidegate.adapters.nats_copies import ROLL_UP, NatsStateCopies
-from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, num_replicas
+from tidegate.adapters.nats_link import STREAM_NOT_FOUND, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, num_replicas
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.adapters.response_feed import ResponseFeed
 from tidegate.codec import WireError, check_event, check_group, check_response, decode_event
@@ -100,6 +100,14 @@ class NatsJobStreams:
 
     async def begin_anew(self, job: JobId, *, after_sequence: int) -> None:
         await self._link.api(f"STREAM.PURGE.{subjects.events_stream(job)}", {"seq": after_sequence + 1})
+
+    async def remove_job(self, job: JobId) -> None:
+        for stream in (subjects.events_stream(job), subjects.samples_stream(job), subjects.dead_stream(job)):
+            try:
+                await self._link.api(f"STREAM.DELETE.{stream}", {})
+            except NatsRefused as refused:
+                if refused.err_code != STREAM_NOT_FOUND:
+                    raise
 
     async def require_job(self, job: JobId) -> None:
         await self._link.require_stream(subjects.events_stream(job))

@@ -95,9 +95,7 @@ class ClusterDescription:
             device = fields["device"]
             if device not in ("cpu", "cuda"):
                 raise ValueError(f"device is {device!r}; it must be cpu or cuda")
-            texts = {
-                name: typed(str, fields[name], name) for name in ("nats_url", "redis_url", "agent", "credentials")
-            }
+            texts = {name: typed(str, fields[name], name) for name in ("nats_url", "redis_url", "agent", "credentials")}
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
         return cls({NodeId(node): whole_number(count, node) for node, count in nodes.items()}, device, **texts)

@@ -76,8 +76,8 @@ def misfit(config: JobConfig, nodes: Mapping[NodeId, int], *, device: DeviceKind
         needs = ", ".join(f"{count} on {node}" for node, count in own.items())
         has = ", ".join(f"{node} has {count}" for node, count in nodes.items())
         return (
-            f"job {config.job} needs {len(config.gpus)} GPUs ({needs}), those of a node together; {has}: give it fewer, "
-            "or submit it to a larger cluster"
+            f"job {config.job} needs {len(config.gpus)} GPUs ({needs}), those of a node together; {has}: give it "
+            "fewer, or submit it to a larger cluster"
         )
     try:
         placed_config(config, nodes, found)

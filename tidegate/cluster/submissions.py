@@ -41,7 +41,7 @@ class Treatment(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Submission:
     """`starts` counts how often it was placed, and names the present start. `end` says how it ended: one of a run's
-    ends. `priority`: higher ones first."""
+    ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first."""
 
     job: JobId
     config: str
@@ -54,6 +54,7 @@ class Submission:
     gpus: tuple[GpuId, ...] = ()
     starts: int = 0
     is_cancelled: bool = False
+    is_cleared: bool = False
     end: str = ""
     message: str = ""
 
@@ -90,5 +91,6 @@ class Submission:
             gpus=gpus,
             starts=whole_number(fields["starts"], "starts"),
             is_cancelled=typed(bool, fields["is_cancelled"], "is_cancelled"),
+            is_cleared=typed(bool, fields["is_cleared"], "is_cleared"),
             **texts,
         )

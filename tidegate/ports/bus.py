@@ -137,6 +137,10 @@ class JobStreams(Protocol):
         """Removes all events of the job. The next one gets a place after this sequence, which is beyond them."""
         ...
 
+    async def remove_job(self, job: JobId) -> None:
+        """Removes the job's streams with all that is in them. Does nothing where there are none."""
+        ...
+
     async def require_job(self, job: JobId) -> None:
         """JobNotOpen when the job has no streams: nobody has opened it, or the bus has lost its data."""
         ...

@@ -216,6 +216,12 @@ class JobStates(Protocol):
         ...
 
 
+class JobRecords(Protocol):
+    async def forget_job(self, job: JobId) -> None:
+        """Removes all records of a job of which no process lives, but those of GPUs and of open transitions."""
+        ...
+
+
 class CommandLog(Protocol):
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
         """The result stored for a command. None before there is one."""
@@ -239,9 +245,10 @@ class JobRegistry(Protocol):
     async def submissions(self) -> dict[JobId, bytes]: ...
 
     async def write_submissions(
-        self, texts: Mapping[JobId, bytes], *, expected: Mapping[JobId, bytes | None]
+        self, texts: Mapping[JobId, bytes | None], *, expected: Mapping[JobId, bytes | None]
     ) -> None:
-        """Writes the texts, all or none. VersionConflict where one is not as expected any more (None: not there)."""
+        """Writes the texts, all or none; None removes one. VersionConflict where one is not as expected any more (None:
+        not there)."""
         ...
 
 
@@ -270,7 +277,17 @@ class StoreIdentity(Protocol):
 
 
 class Store(
-    OwnershipMap, Transitions, Leases, Leads, JobStates, CommandLog, Boots, JobRegistry, StoreIdentity, Protocol
+    OwnershipMap,
+    Transitions,
+    Leases,
+    Leads,
+    JobStates,
+    CommandLog,
+    Boots,
+    JobRecords,
+    JobRegistry,
+    StoreIdentity,
+    Protocol,
 ):  # what `__main__` builds and hands out in parts
     """All ports, as one client of one server."""
 

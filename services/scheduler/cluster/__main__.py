@@ -45,7 +45,8 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         closing.push_async_callback(store.aclose)
         channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
         closing.push_async_callback(channels.close)
-        loop = ClusterLoop(store, bus.term, cluster_pb2_grpc.NodeStub(channels.connect(cluster.agent, AGENT)))
+        agent = cluster_pb2_grpc.NodeStub(channels.connect(cluster.agent, AGENT))
+        loop = ClusterLoop(store, bus.term, bus.streams, agent)
         await loop.open()
         servicer = ClusterServicer(loop, store, cluster)
         descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]

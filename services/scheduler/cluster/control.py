@@ -51,6 +51,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                     f"job {new.job} is {known.state} already: wait for its end, cancel it, or give this one another "
                     "name (job=NAME)"
                 )
+            if not known.is_cleared:
+                raise ValueError(f"job {new.job} has just ended, and its data is being cleared away: try again")
             return replace(new, starts=known.starts)
 
         found = await self._loop.change(new.job, queued)

@@ -4,7 +4,8 @@
 2. Set GPUs free that jobs without a place left behind.
 3. Decide, and write the changed records by compare-and-set, all or none.
 4. Ask the agent to start and stop jobs. It does each once.
-5. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
+5. Remove what jobs that ended have in NATS and Redis.
+6. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
 
 Nothing is kept between two rounds, so any number of replicas may run: of two that decide at once, one writes. A store
 that restarted is adopted first, with the reports of all gates of the cluster.
@@ -20,7 +21,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
@@ -42,7 +43,7 @@ from tidegate.ownership.records import (
     StoreUnavailable,
     VersionConflict,
 )
-from tidegate.ports.bus import BusUnavailable, TermRegister
+from tidegate.ports.bus import BusUnavailable, JobStreams, TermRegister
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.ports.store import Store
 from tidegate.types import GpuId, JobId, NodeId, node_of
@@ -66,9 +67,12 @@ class NodeView:
 
 
 class ClusterLoop:
-    def __init__(self, store: Store, terms: TermRegister, agent: cluster_pb2_grpc.NodeAsyncStub) -> None:
+    def __init__(
+        self, store: Store, terms: TermRegister, streams: JobStreams, agent: cluster_pb2_grpc.NodeAsyncStub
+    ) -> None:
         self._store = store
         self._terms = terms
+        self._streams = streams
         self._agent = agent
         self._wake = asyncio.Event()
         self._log = structlog.get_logger("cluster")
@@ -158,7 +162,20 @@ class ClusterLoop:
                 self._log.info("job", job=each.job, state=each.state, end=each.end, message=each.message)
             self._wake.set()
         await self._ask(step, seen)
+        await self._clear(step, texts)
         return seen.version
+
+    async def _clear(self, step: Step, texts: Mapping[JobId, bytes]) -> None:
+        """Removes what ended jobs have in NATS and Redis, then the oldest records."""
+        now = dict(texts) | {each.job: each.to_json() for each in step.changed}
+        for each in step.clears:
+            await self._streams.remove_job(each.job)
+            await self._store.forget_job(each.job)
+            cleared = replace(each, is_cleared=True).to_json()
+            await self._store.write_submissions({each.job: cleared}, expected={each.job: now[each.job]})
+        if step.dropped:
+            expected = {job: now[job] for job in step.dropped}
+            await self._store.write_submissions(dict.fromkeys(step.dropped), expected=expected)
 
     async def _ask(self, step: Step, seen: NodeView) -> None:
         for each in step.starts:

@@ -14,6 +14,7 @@ Invariants:
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
+- What an ended job has in NATS and Redis goes, once no process of it lives. [test_queue: is_cleared_once]
 - Deciding again on the result changes nothing. [test_queue: deciding_again_changes_nothing]
 """
 
@@ -29,6 +30,8 @@ from tidegate.launcher.outcome import End
 from tidegate.short_lists import counted
 from tidegate.types import GpuId, JobId, NodeId
 
+KEPT = 256
+"""The records of ended jobs that stay. The folders of the jobs have the rest."""
 MAX_STARTS = 5
 """The most starts of a job: under a machine that dies again and again it would repeat its last iteration for ever."""
 
@@ -53,10 +56,15 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do. `changed`: records to write first. The others are asked of the agents, again until they have told of
-    the result: jobs to start, jobs to end for good, and starts that should not run any more."""
+    """What to do. `changed`: records to write first. `clears`: jobs that ended and of which no process lives, whose
+    data in NATS and Redis can go. `dropped`: records of the oldest ended jobs beyond `KEPT`.
+
+    The others are asked of the agents, again until they have told of the result: jobs to start, jobs to end for good,
+    and starts that should not run any more."""
 
     changed: tuple[Submission, ...] = ()
+    clears: tuple[Submission, ...] = ()
+    dropped: tuple[JobId, ...] = ()
     starts: tuple[Submission, ...] = ()
     cancels: tuple[JobId, ...] = ()
     stops: tuple[JobId, ...] = ()
@@ -70,7 +78,11 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
     starts = [each for each in after if each.state is SubmissionState.PLACED]
     alive = [job for job, ran in cluster.ran.items() if ran.end is None]
     cancelled = [job for job in alive if job in by_job and by_job[job].is_cancelled]
+    ended = [each for each in after if each.state is SubmissionState.ENDED]
+    cleared = sorted((each for each in ended if each.is_cleared), key=lambda each: each.submitted_unix_ms)
     return Step(
+        clears=tuple(each for each in ended if not each.is_cleared and each.job not in alive),
+        dropped=tuple(each.job for each in cleared[: max(0, len(cleared) - KEPT)]),
         changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
         starts=tuple(starts),
         cancels=tuple(cancelled),

@@ -17,13 +17,14 @@ from tests.unit.cluster_jobs import NODES, of_size, submitted
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
-from tidegate.adapters.memory_bus import MemoryTermRegister
+from tidegate.adapters.memory_bus import MemoryBus, MemoryJobStreams, MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import encode_gate_state
 from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
+from tidegate.ports.bus import JobNotOpen
 from tidegate.types import GpuId, JobId, Layout, Role, Token
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -36,6 +37,7 @@ class Machine(cluster_pb2_grpc.NodeServicer):
     """An agent whose jobs are numbers. `away`: so many calls get no answer."""
 
     starts: dict[str, cluster_pb2.JobStart] = field(default_factory=dict)
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: list[tuple[str, bool]] = field(default_factory=list)
     held: set[GpuId] = field(default_factory=set)
     away: int = 0
@@ -51,6 +53,7 @@ class Machine(cluster_pb2_grpc.NodeServicer):
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
         self.starts[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
+        self.was_asked.set()
         return cluster_pb2.StartJobResponse()
 
     async def StopJob(self, request: cluster_pb2.StopJobRequest, context: Any) -> cluster_pb2.StopJobResponse:
@@ -65,11 +68,12 @@ class Lab:
     agent: RpcServer
     channels: Channels
     terms: MemoryTermRegister = field(default_factory=MemoryTermRegister)
+    streams: MemoryJobStreams = field(default_factory=lambda: MemoryBus().streams)
 
     async def replica(self) -> tuple[ClusterLoop, CellStore]:
         store = memory_store(self.server)
         stub = cluster_pb2_grpc.NodeStub(self.channels.connect(self.agent.endpoint))
-        loop = ClusterLoop(store, self.terms, stub)
+        loop = ClusterLoop(store, self.terms, self.streams, stub)
         await loop.open()
         return loop, store
 
@@ -91,9 +95,7 @@ async def queued(loop: ClusterLoop, *records: Submission) -> None:
         await loop.change(each.job, lambda _, each=each: each)  # type: ignore[misc]  # each round's own record
 
 
-async def test_of_two_replicas_that_decide_at_once_one_places_a_job(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_two_replicas_that_decide_at_once_one_places_a_job(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, _), (second, store) = await lab.replica(), await lab.replica()
     await queued(first, submitted(ONE, 6))
     reads = store.submissions
@@ -125,6 +127,22 @@ async def test_a_job_runs_from_its_submission_to_its_end_and_the_next_gets_its_g
     found = await loop.submissions()
     assert (found[ONE].end, found[ONE].message) == ("finished", "done")
     assert found[JobId("two")].gpus == ALL[:6]
+
+
+async def test_a_job_that_ended_has_nothing_in_the_stores_any_more(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await queued(loop, replace(submitted(ONE), state=SubmissionState.ENDED, end="failed", starts=1))
+    await lab.streams.open_job(ONE)
+    await store.save(ONE, b"state", expected_write=0, version=1)
+    lab.machine.starts[ONE] = cluster_pb2.JobStart(job=ONE, start=1)
+    await loop.round()
+    assert await store.load(ONE) is not None, "a process of it lives"
+    lab.machine.starts[ONE].end = "failed"
+    await loop.round()
+    assert await store.load(ONE) is None
+    with pytest.raises(JobNotOpen):
+        await lab.streams.require_job(ONE)
+    assert (await loop.submissions())[ONE].is_cleared
 
 
 async def left_behind(store: CellStore) -> None:
@@ -169,8 +187,7 @@ async def test_an_agent_that_does_not_answer_and_a_store_that_restarted_are_aske
     lab.server.restart()
     stopping = asyncio.Event()
     task = asyncio.create_task(loop.run(stopping))
-    while ONE not in lab.machine.starts:
-        await asyncio.sleep(0.01)
+    await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
     stopping.set()
     await asyncio.wait_for(task, 5)
     assert (await store.attach()).term == before + 1
@@ -186,7 +203,7 @@ def request(job: str, num_gpus: int = 4, **fields: Any) -> cluster_pb2.SubmitJob
 async def test_a_job_that_can_never_run_is_refused_and_nothing_is_written(lab: Lab) -> None:
     loop, store = await lab.replica()
     servicer = ClusterServicer(loop, store, CLUSTER)
-    with pytest.raises(ValueError, match="needs 9 GPUs .* n0 has 8"):
+    with pytest.raises(ValueError, match=r"needs 9 GPUs .* n0 has 8"):
         await servicer.SubmitJob(request(ONE, 9), None)
     with pytest.raises(ValueError, match="config"):
         await servicer.SubmitJob(cluster_pb2.SubmitJobRequest(config="{", treatment="fresh"), None)

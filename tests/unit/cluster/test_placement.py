@@ -24,7 +24,8 @@ def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) 
     if found is None:
         assert of_a_node < size
     else:
-        assert len({*found}) == size and free.issuperset(found)
+        assert len({*found}) == size
+        assert free.issuperset(found)
 
 
 def test_gpus_of_one_node_stay_together_in_the_fullest_node_with_room() -> None:

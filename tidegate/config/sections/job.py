@@ -252,8 +252,8 @@ class RuntimeSection(_Section):
     host_memory_root: str = "/dev/shm"
     """The folder, in memory, of the snapshots of weights. The job makes a folder of its own in it."""
     gate_root: ConfigPath = ""
-    """The folder of the gates of this machine's nodes, on a local disk, relative to the config's folder. Jobs that share
-    GPUs name the same one. Empty: the job's own folder has them."""
+    """The folder of the gates of this machine's nodes, on a local disk, relative to the config's folder. Jobs that
+    share GPUs name the same one. Empty: the job's own folder has them."""
     fork_server: ConfigPath = ""
     """The socket of a fork server that this machine keeps for all its jobs on CPUs. Empty: the job starts its own."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20

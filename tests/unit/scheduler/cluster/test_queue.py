@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cluster.queue import MAX_STARTS, Cluster, Ran, next_step
+from services.scheduler.cluster.queue import KEPT, MAX_STARTS, Cluster, Ran, next_step
 from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -24,7 +24,7 @@ def cluster(free: int = 8, **ran: Ran) -> Cluster:
 
 
 def after(records: Iterable[Submission], there: Cluster) -> dict[str, Submission]:
-    every = {each.job: each for each in records}
+    every: dict[str, Submission] = {each.job: each for each in records}
     return every | {each.job: each for each in next_step(every.values(), there).changed}
 
 
@@ -58,7 +58,9 @@ def test_a_job_keeps_its_gpus_until_no_process_of_it_lives() -> None:
     waiting = submitted("b", 8)
     cancelled = replace(running("a"), is_cancelled=True)
     step = next_step([cancelled, waiting], cluster(a=Ran(1)))
-    assert step.cancels == ("a",) and not step.starts and not step.stops
+    assert step.cancels == ("a",)
+    assert not step.starts
+    assert not step.stops
     gone = next_step([cancelled, waiting], cluster(a=Ran(1, End.CANCELLED, "by hand")))
     found = {each.job: each for each in gone.changed}
     assert (found[JobId("a")].end, found[JobId("a")].gpus) == ("cancelled", ())
@@ -91,7 +93,20 @@ def test_a_job_that_is_interrupted_again_and_again_ends() -> None:
 def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
     over = replace(submitted("a"), state=ENDED, end="cancelled", starts=1)
     step = next_step([over], cluster(a=Ran(1), stranger=Ran(3)))
-    assert not step.changed and step.stops == ("a", "stranger")
+    assert not step.changed
+    assert step.stops == ("a", "stranger")
+
+
+def test_an_ended_job_is_cleared_once_no_process_of_it_lives_and_the_oldest_records_go() -> None:
+    over = replace(submitted("a"), state=ENDED, end="failed", starts=1)
+    assert not next_step([over], cluster(a=Ran(1))).clears
+    assert next_step([over], cluster(a=Ran(1, End.FAILED))).clears == (over,)
+    many = [
+        replace(submitted(f"j{at}", at_ms=at), state=ENDED, end="failed", is_cleared=True) for at in range(KEPT + 2)
+    ]
+    step = next_step(many, cluster())
+    assert step.dropped == ("j0", "j1")
+    assert not step.clears
 
 
 def test_a_cancelled_job_that_waits_ends_at_once() -> None:
@@ -102,7 +117,8 @@ def test_a_cancelled_job_that_waits_ends_at_once() -> None:
 def test_an_old_start_that_still_runs_is_stopped_before_the_new_one_counts() -> None:
     placed = replace(submitted("a"), state=PLACED, gpus=ALL[:4], starts=2)
     step = next_step([placed], cluster(a=Ran(1)))
-    assert step.stops == ("a",) and not step.changed
+    assert step.stops == ("a",)
+    assert not step.changed
 
 
 @given(st.data())

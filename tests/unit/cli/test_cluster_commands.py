@@ -1,0 +1,34 @@
+"""`tidegate up`, `down` and `submit` without a cluster: what is refused, and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.command import execute
+from tests.unit.cli.configs import small
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ("up n0", 2, "'n0' is no node with its slots, as in n0=8"),
+        ("up n0=0", 2, "'n0=0' is no node with its slots"),
+        ("up n0=9999", 2, "(1 to 1024)"),
+        ("up n0=8 n0=4", 2, "node n0 is named twice"),
+        ("up", 2, "NODE=SLOTS"),
+        ("down", 1, "no cluster is up in"),
+        ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
+        ("submit {config} --resume --force", 2, "--resume needs the files that --force removes"),
+        ("submit {config} algorithm.group_size=0", 2, "algorithm.group_size"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    words: str, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, jobs = tmp_path / "one.yaml", tmp_path / "jobs"
+    config.write_text(yaml.safe_dump(small(tmp_path)))
+    assert execute([*words.format(config=config).split(), "--output-dir", str(jobs)]) == code
+    assert told.format(jobs=jobs) in capsys.readouterr().err
