@@ -31,6 +31,8 @@ from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.types import JobId
 from tidegate.v1 import control_pb2
 
+KEPT = 256
+"""The ended starts that are told. The scheduler, who asks each second, has recorded earlier ones long ago."""
 STOP_TIMEOUT_S = 60.0
 """The time for a launcher's orderly end. Its own children have 10 s each."""
 _JOB = "job-"
@@ -131,7 +133,11 @@ class NodeJobs:
         end, message = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
-            self._starts[job] = replace(self._starts[job], end=end, message=message)
+            # The newest at the end, so that the oldest are dropped.
+            self._starts[job] = replace(self._starts.pop(job), end=end, message=message)
+            over = [each for each, start in self._starts.items() if start.end is not None]
+            for each in over[: max(0, len(over) - KEPT)]:
+                del self._starts[each]
         self._log.info("job ended", job=job, end=end, message=message)
         self._changed()
 

@@ -13,7 +13,7 @@ from tidegate.adapters import tables
 from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Session
 from tidegate.ownership.records import StoreDamaged, VersionConflict
-from tidegate.ports.store import JobState
+from tidegate.ports.store import JobState, Submissions
 from tidegate.types import CommandId, JobId, Role
 
 __all__ = ["servers", "store", "world"]
@@ -134,26 +134,47 @@ async def test_a_stores_term_is_a_whole_number_of_at_most_12_digits_or_damaged(
 class TestSubmissions:
     async def test_records_of_several_jobs_are_written_all_or_none(self, world: World, store: CellStore) -> None:
         one, two = JobId("one"), JobId("two")
-        assert await store.submissions() == {}
+        assert await store.submissions() == Submissions({}, 0)
         await store.write_submissions({one: b"1"}, expected={one: None})
         with pytest.raises(VersionConflict, match="record of job one has changed"):
             await store.write_submissions({one: b"x", two: b"x"}, expected={one: None, two: None})
-        assert await store.submissions() == {one: b"1"}
         await store.write_submissions({one: b"1", two: b"2"}, expected={one: None, two: None})
-        assert await (await attached(world)).submissions() == {one: b"1", two: b"2"}, (
-            "what is there already is a repeat"
-        )
+        repeated = await (await attached(world)).submissions()
+        assert repeated == Submissions({one: b"1", two: b"2"}, 0), "what is there already is a repeat"
+        await store.write_submissions({one: None}, expected={one: b"1"})
+        assert (await store.submissions()).texts == {two: b"2"}
 
-    async def test_a_job_is_forgotten_with_all_its_records_and_no_others(self, store: CellStore) -> None:
-        for job in (JOB, JobId("other")):
+    async def test_of_rounds_that_were_decided_after_the_same_one_one_is_written(
+        self, world: World, store: CellStore
+    ) -> None:
+        one, two = JobId("one"), JobId("two")
+        other = await attached(world)
+        for _ in range(2):
+            await store.write_submissions({one: b"1"}, expected={one: None}, after_round=0)
+        with pytest.raises(VersionConflict, match="round 1 has placed jobs, after round 0"):
+            await other.write_submissions({two: b"2"}, expected={two: None}, after_round=0)
+        await other.write_submissions({two: b"2"}, expected={two: None}, after_round=1)
+        assert await store.submissions() == Submissions({one: b"1", two: b"2"}, 2)
+
+    async def test_a_cleared_job_has_its_record_alone_and_other_jobs_all_of_theirs(self, store: CellStore) -> None:
+        other = JobId("other")
+        for job in (JOB, other):
             await store.save(job, b"state", expected_write=0, version=1)
             await store.remember(job, CommandId("c"), b"done")
             await store.renew(job, ONE, ttl_ms=LONG_MS)
-        await store.forget_job(JOB)
-        await store.forget_job(JOB)
-        assert await store.load(JOB) is None
-        assert await store.recall(JOB, CommandId("c")) is None
+            assert await store.keep_config(job, "{}") == await store.keep_config(job, "{}")
+            await store.write_submissions({job: b"over"}, expected={job: None})
+        with pytest.raises(VersionConflict, match="record of job job has changed"):
+            await store.clear_submission(JOB, b"cleared", expected=b"queued")
+        assert await store.load(JOB) is not None
+        for _ in range(2):
+            await store.clear_submission(JOB, b"cleared", expected=b"over")
+        assert (await store.submissions()).texts == {JOB: b"cleared", other: b"over"}
+        name = await store.keep_config(other, "{}")
+        found = [await store.load(JOB), await store.recall(JOB, CommandId("c")), await store.config_of(JOB, name)]
+        assert found == [None, None, None]
         assert not await store.renew(JOB, ONE, ttl_ms=LONG_MS)
-        assert await store.recall(JobId("other"), CommandId("c")) == b"done"
-        assert await store.renew(JobId("other"), ONE, ttl_ms=LONG_MS)
+        assert await store.recall(other, CommandId("c")) == b"done"
+        assert await store.config_of(other, name) == "{}"
+        assert await store.renew(other, ONE, ttl_ms=LONG_MS)
         assert len(await store.gpus()) == len(GPUS)

@@ -27,5 +27,6 @@ def of_size(job: str, num_gpus: int) -> JobConfig:
 
 
 def submitted(job: str, num_gpus: int = 4, *, priority: int = 0, at_ms: int = 1000) -> Submission:
-    config = of_size(job, num_gpus)
-    return Submission(JobId(job), config.to_json(), Treatment.FRESH, priority, at_ms, f"tidegate submit {job}.yaml")
+    """Its config is one that nobody reads."""
+    command = f"tidegate submit {job}.yaml"
+    return Submission(JobId(job), "digest", Treatment.FRESH, priority, at_ms, command, (num_gpus,))

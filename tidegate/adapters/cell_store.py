@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -39,7 +40,7 @@ from tidegate.ownership.records import (
     encode_gpu,
     transition_number,
 )
-from tidegate.ports.store import Identity, JobState, LeadRecord, Ownership, StoreContents
+from tidegate.ports.store import Identity, JobState, LeadRecord, Ownership, StoreContents, Submissions
 from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
 
 T = TypeVar("T")
@@ -280,29 +281,61 @@ class CellStore:
 
         await self._write((tables.state_cell(job),), decide)
 
-    async def forget_job(self, job: JobId) -> None:
-        of_job = tables.tables_of(job)
-        reading = await self._read(tables=of_job)
-        cells = [Cell(table, field) for table in of_job for field in reading.tables[table]]
-        await self._remove([tables.state_cell(job), *cells])
+    async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:
+        own = (*tables.tables_of(job), tables.configs_of(job))
+        reading = await self._read(tables=own)
+        removed = [tables.state_cell(job), *(Cell(table, field) for table in own for field in reading.tables[table])]
+        record = tables.submission_cell(job)
 
-    async def submissions(self) -> dict[JobId, bytes]:
-        reading = await self._read(tables=("submissions",))
-        return {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            if reading.cells[record] not in (text, expected):
+                raise VersionConflict(f"the record of job {job} has changed: read it again")
+            return {**dict.fromkeys(removed), record: text}, None
+
+        await self._write((*removed, record), decide)
+        self._known_states.pop(job, None)
+
+    async def keep_config(self, job: JobId, config: str) -> str:
+        text = config.encode()
+        name = hashlib.sha256(text).hexdigest()
+        cell = Cell(tables.configs_of(job), name)
+        await self._write((cell,), lambda reading: ({} if reading.cells[cell] == text else {cell: text}, None))
+        return name
+
+    async def config_of(self, job: JobId, name: str) -> str | None:
+        cell = Cell(tables.configs_of(job), name)
+        found = (await self._read(cells=(cell,))).cells[cell]
+        return None if found is None else found.decode()
+
+    async def submissions(self) -> Submissions:
+        reading = await self._read(tables=("submissions",), cells=(tables.ROUNDS,))
+        texts = {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
+        return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS))
 
     async def write_submissions(
-        self, texts: Mapping[JobId, bytes | None], *, expected: Mapping[JobId, bytes | None]
+        self,
+        texts: Mapping[JobId, bytes | None],
+        *,
+        expected: Mapping[JobId, bytes | None],
+        after_round: int | None = None,
     ) -> None:
         cells = {tables.submission_cell(job): text for job, text in texts.items()}
 
         def decide(reading: Reading) -> tuple[Writes, None]:
-            changes = {cell: text for cell, text in cells.items() if reading.cells[cell] != text}
-            stale = [cell.field for cell in changes if reading.cells[cell] != expected[JobId(cell.field)]]
+            writes: dict[Cell, bytes | None] = {
+                cell: text for cell, text in cells.items() if reading.cells[cell] != text
+            }
+            stale = [cell.field for cell in writes if reading.cells[cell] != expected[JobId(cell.field)]]
             if stale:
                 raise VersionConflict(f"the record of job {stale[0]} has changed: read it again")
-            return changes, None
+            if after_round is None or not writes:
+                return writes, None
+            rounds = tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS)
+            if rounds != after_round:
+                raise VersionConflict(f"round {rounds} has placed jobs, after round {after_round}: decide again")
+            return writes | {tables.ROUNDS: b"%d" % (rounds + 1)}, None
 
-        await self._write(tuple(cells), decide)
+        await self._write((*cells, tables.ROUNDS), decide)
 
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
         cell = Cell(f"commands:{job}", command)

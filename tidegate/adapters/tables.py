@@ -7,6 +7,8 @@ Tables:
 - `closed:<job>`: the last closed transitions of a job;
 - `states`: one state for each job;
 - `submissions`: one text for each job of the cluster;
+- `configs:<job>`: the configs of a job that was submitted, each under its digest;
+- `cluster`: the number of rounds that have placed jobs;
 - `leads:<job>`, `leases:<job>`, `commands:<job>`, `boots:<job>`.
 
 A transition is in exactly one of `open` and `closed:<job>`.
@@ -52,6 +54,14 @@ def gpu_cell(gpu: GpuId) -> Cell:
 
 def state_cell(job: JobId) -> Cell:
     return Cell("states", job)
+
+
+ROUNDS = Cell("cluster", "rounds")
+
+
+def configs_of(job: JobId) -> str:
+    """The table of a submitted job's configs."""
+    return f"configs:{job}"
 
 
 def submission_cell(job: JobId) -> Cell:

@@ -12,7 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
@@ -25,23 +26,24 @@ def cluster_gpus(nodes: Mapping[NodeId, int]) -> tuple[GpuId, ...]:
     return tuple(gpu_id(node, index) for node, count in nodes.items() for index in range(count))
 
 
-def placed_gpus(config: JobConfig, nodes: Mapping[NodeId, int], free: Collection[GpuId]) -> tuple[GpuId, ...] | None:
-    """A free GPU of the cluster for each of `config.gpus`. None: there are too few. Larger nodes of the config choose
-    first."""
-    wanted: dict[NodeId, list[GpuId]] = {}
-    for gpu in config.gpus:
-        wanted.setdefault(node_of(gpu), []).append(gpu)
+def needs_of(config: JobConfig) -> tuple[int, ...]:
+    """The number of GPUs that the job has on each node of its config, in the order of `config.gpus`."""
+    return tuple(Counter(node_of(gpu) for gpu in config.gpus).values())
+
+
+def placed_gpus(needs: Sequence[int], nodes: Mapping[NodeId, int], free: Collection[GpuId]) -> tuple[GpuId, ...] | None:
+    """Free GPUs of the cluster for those of a config, in its order. None: there are too few. Larger nodes of the config
+    choose first."""
     left = {node: [gpu for gpu in cluster_gpus({node: nodes[node]}) if gpu in free] for node in nodes}
-    places: dict[GpuId, GpuId] = {}
-    for group in sorted(wanted.values(), key=len, reverse=True):
+    places: dict[int, list[GpuId]] = {}
+    for place in sorted(range(len(needs)), key=lambda each: -needs[each]):
         # The fullest node that has room, so that whole nodes stay free for jobs that need them.
-        fitting = [node for node in nodes if len(left[node]) >= len(group)]
+        fitting = [node for node in nodes if len(left[node]) >= needs[place]]
         if not fitting:
             return None
         node = min(fitting, key=lambda each: len(left[each]))
-        places.update(zip(group, left[node], strict=False))
-        left[node] = left[node][len(group) :]
-    return tuple(places[gpu] for gpu in config.gpus)
+        places[place], left[node] = left[node][: needs[place]], left[node][needs[place] :]
+    return tuple(gpu for place in range(len(needs)) for gpu in places[place])
 
 
 def placed_config(config: JobConfig, nodes: Mapping[NodeId, int], gpus: tuple[GpuId, ...]) -> JobConfig:
@@ -68,11 +70,9 @@ def misfit(config: JobConfig, nodes: Mapping[NodeId, int], *, device: DeviceKind
     if config.cluster.device != device:
         return f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {device}"
     every = cluster_gpus(nodes)
-    found = placed_gpus(config, nodes, every)
+    found = placed_gpus(needs_of(config), nodes, every)
     if found is None:
-        own: dict[NodeId, int] = {}
-        for gpu in config.gpus:
-            own[node_of(gpu)] = own.get(node_of(gpu), 0) + 1
+        own = Counter(node_of(gpu) for gpu in config.gpus)
         needs = ", ".join(f"{count} on {node}" for node, count in own.items())
         has = ", ".join(f"{node} has {count}" for node, count in nodes.items())
         return (

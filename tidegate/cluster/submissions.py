@@ -2,8 +2,9 @@
 
     queued -> placed -> running -> ended        and back to queued where a start was interrupted
 
-`config` stays as it was submitted, with GPUs counted from 0. `gpus` are those of the cluster that the job has, in the
-order of those of the config (`tidegate.cluster.placement`).
+`config` names the text of the config in the store: records are read each second, and configs are large. It stays as it
+was submitted, with GPUs counted from 0. `gpus` are those of the cluster that the job has, in the order of those of the
+config (`tidegate.cluster.placement`).
 
 Invariants:
 - A job has GPUs while it is placed or running, and only then. [test_submissions: has_gpus_only_while]
@@ -50,6 +51,8 @@ class Submission:
     submitted_unix_ms: int
     command: str
     """What a person types to submit it again, without its flags."""
+    needs: tuple[int, ...]
+    """Its GPUs on each node of its config. Those of a node stay together."""
     state: SubmissionState = SubmissionState.QUEUED
     gpus: tuple[GpuId, ...] = ()
     starts: int = 0
@@ -65,6 +68,10 @@ class Submission:
     @property
     def is_placed(self) -> bool:
         return self.state in (SubmissionState.PLACED, SubmissionState.RUNNING)
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(self.needs)
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -82,6 +89,7 @@ class Submission:
     def _of(cls, fields: dict[str, Any]) -> Submission:
         texts = {name: typed(str, fields[name], name) for name in ("config", "command", "end", "message")}
         gpus = tuple(GpuId(typed(str, gpu, "a GPU")) for gpu in typed(list, fields["gpus"], "gpus"))
+        needs = tuple(whole_number(count, "a count of needs") for count in typed(list, fields["needs"], "needs"))
         return cls(
             job=job_id(typed(str, fields["job"], "job")),
             treatment=Treatment(fields["treatment"]),
@@ -89,6 +97,7 @@ class Submission:
             submitted_unix_ms=whole_number(fields["submitted_unix_ms"], "submitted_unix_ms"),
             state=SubmissionState(fields["state"]),
             gpus=gpus,
+            needs=needs,
             starts=whole_number(fields["starts"], "starts"),
             is_cancelled=typed(bool, fields["is_cancelled"], "is_cancelled"),
             is_cleared=typed(bool, fields["is_cleared"], "is_cleared"),

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from tidegate.json_text import parse_json, typed, typed_or_none, whole_number
@@ -297,6 +298,7 @@ def encode_transition(transition: Transition) -> bytes:
     return _encode(transition)
 
 
+@lru_cache(maxsize=4096)
 def decode_gpu(encoded: bytes) -> GpuRecord:
     """The inverse of `encode_gpu`. ValueError: the text is no GPU record."""
     try:

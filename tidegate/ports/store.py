@@ -216,12 +216,6 @@ class JobStates(Protocol):
         ...
 
 
-class JobRecords(Protocol):
-    async def forget_job(self, job: JobId) -> None:
-        """Removes all records of a job of which no process lives, but those of GPUs and of open transitions."""
-        ...
-
-
 class CommandLog(Protocol):
     async def recall(self, job: JobId, command: CommandId) -> bytes | None:
         """The result stored for a command. None before there is one."""
@@ -239,17 +233,45 @@ class Boots(Protocol):
         ...
 
 
-class JobRegistry(Protocol):
-    """The jobs that were submitted to the cluster, each as a text of its scheduler."""
+@dataclass(frozen=True, slots=True)
+class Submissions:
+    """The records of a cluster's jobs, each a text of its scheduler, and the number of rounds that have placed jobs."""
 
-    async def submissions(self) -> dict[JobId, bytes]: ...
+    texts: Mapping[JobId, bytes]
+    rounds: int
+
+
+class JobRegistry(Protocol):
+    """The jobs that were submitted to the cluster."""
+
+    async def submissions(self) -> Submissions: ...
 
     async def write_submissions(
-        self, texts: Mapping[JobId, bytes | None], *, expected: Mapping[JobId, bytes | None]
+        self,
+        texts: Mapping[JobId, bytes | None],
+        *,
+        expected: Mapping[JobId, bytes | None],
+        after_round: int | None = None,
     ) -> None:
-        """Writes the texts, all or none; None removes one. VersionConflict where one is not as expected any more (None:
-        not there)."""
+        """Writes the texts, all or none; None removes one.
+
+        `after_round`: the write is of a round that places jobs. Of several rounds that were decided after the same one,
+        one is written: they would give the same GPUs to different jobs.
+
+        VersionConflict where a text is not as expected any more (None: not there), or another round was first.
+        """
         ...
+
+    async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:
+        """Writes the text, and removes all other records of the job, but those of GPUs and of open transitions: no
+        process of it lives. VersionConflict where the text is not as expected any more."""
+        ...
+
+    async def keep_config(self, job: JobId, config: str) -> str:
+        """Keeps a submitted config. Returns the name under which `config_of` finds it, until the job is cleared."""
+        ...
+
+    async def config_of(self, job: JobId, name: str) -> str | None: ...
 
 
 class StoreIdentity(Protocol):
@@ -284,7 +306,6 @@ class Store(
     JobStates,
     CommandLog,
     Boots,
-    JobRecords,
     JobRegistry,
     StoreIdentity,
     Protocol,

@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
+from services.scheduler.cluster.queue import in_turn
 from tidegate.cluster.folder import ClusterDescription
-from tidegate.cluster.placement import misfit
+from tidegate.cluster.placement import misfit, needs_of
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
+from tidegate.short_lists import counted
 from tidegate.types import JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -36,11 +38,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             raise ValueError(fault)
         new = Submission(
             job=job_id(config.job),
-            config=config.to_json(),
+            config=await self._store.keep_config(job_id(config.job), config.to_json()),
             treatment=Treatment(request.treatment),
             priority=request.priority,
             submitted_unix_ms=await self._store.now_unix_ms(),
             command=request.command,
+            needs=needs_of(config),
         )
 
         def queued(known: Submission | None) -> Submission:
@@ -62,7 +65,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.ListSubmissionsRequest, context: Any
     ) -> cluster_pb2.ListSubmissionsResponse:
         found = await self._loop.submissions()
-        return cluster_pb2.ListSubmissionsResponse(submissions=[_encoded(each) for each in found.values()])
+        ahead = {each.job: number for number, each in enumerate(in_turn(found.values()))}
+        return cluster_pb2.ListSubmissionsResponse(
+            submissions=[_encoded(each, num_ahead=ahead.get(each.job)) for each in found.values()]
+        )
 
     async def CancelSubmission(
         self, request: cluster_pb2.CancelSubmissionRequest, context: Any
@@ -79,7 +85,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.CancelSubmissionResponse(submission=_encoded(await self._loop.change(job, cancelled)))
 
 
-def _encoded(each: Submission) -> cluster_pb2.Submission:
+def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.Submission:
+    """`num_ahead`: the jobs before it in the queue."""
+    waits = ""
+    if num_ahead is not None:
+        behind = f", behind {counted(num_ahead, 'job')}" if num_ahead else ""
+        waits = f"waits for {counted(each.num_gpus, 'GPU')}{behind}"
     return cluster_pb2.Submission(
         job=each.job,
         state=each.state,
@@ -89,6 +100,6 @@ def _encoded(each: Submission) -> cluster_pb2.Submission:
         num_starts=each.starts,
         is_cancelled=each.is_cancelled,
         end=each.end,
-        message=each.message,
-        num_gpus=len(JobConfig.from_json(each.config).gpus),
+        message="; ".join(filter(None, (waits, each.message))),
+        num_gpus=each.num_gpus,
     )

@@ -7,8 +7,8 @@
 5. Remove what jobs that ended have in NATS and Redis.
 6. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
 
-Nothing is kept between two rounds, so any number of replicas may run: of two that decide at once, one writes. A store
-that restarted is adopted first, with the reports of all gates of the cluster.
+Nothing is kept between two rounds, so any number of replicas may run: of two that place jobs after the same round, one
+writes. A store that restarted is adopted first, with the reports of all gates of the cluster.
 
 Invariants:
 - Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import structlog
@@ -29,7 +30,7 @@ import structlog
 from services.scheduler.cluster.ownership import freed
 from services.scheduler.cluster.queue import Cluster, Ran, Step, next_step
 from tidegate.cluster.placement import cluster_gpus, placed_config
-from tidegate.cluster.submissions import Submission
+from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import decode_gate_state
 from tidegate.config.job_config import JobConfig
 from tidegate.launcher.outcome import End
@@ -70,7 +71,7 @@ class ClusterLoop:
     def __init__(
         self, store: Store, terms: TermRegister, streams: JobStreams, agent: cluster_pb2_grpc.NodeAsyncStub
     ) -> None:
-        self._store = store
+        self.store = store
         self._terms = terms
         self._streams = streams
         self._agent = agent
@@ -90,12 +91,12 @@ class ClusterLoop:
 
     async def open(self) -> None:
         """Adopts the store where it is not open, and registers the cluster's GPUs."""
-        await adopt(self._store, self._terms, self._gate_reports)
-        await self._store.register(cluster_gpus((await self._seen()).nodes))
+        await adopt(self.store, self._terms, self._gate_reports)
+        await self.store.register(cluster_gpus((await self._seen()).nodes))
 
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
-        return _parsed(await self._once_open(self._store.submissions))
+        return _parsed((await self._once_open(self.store.submissions)).texts)
 
     async def change(self, job: JobId, decide: Callable[[Submission | None], Submission]) -> Submission:
         """Writes what `decide` makes of a job's record, and wakes the loop.
@@ -104,10 +105,10 @@ class ClusterLoop:
 
         async def write() -> Submission:
             while True:
-                texts = await self._store.submissions()
+                texts = (await self.store.submissions()).texts
                 found = decide(_parsed(texts).get(job))
                 with suppress(VersionConflict):
-                    await self._store.write_submissions({job: found.to_json()}, expected={job: texts.get(job)})
+                    await self.store.write_submissions({job: found.to_json()}, expected={job: texts.get(job)})
                     return found
 
         found = await self._once_open(write)
@@ -148,18 +149,22 @@ class ClusterLoop:
     async def round(self) -> int:
         """Decides once and carries it out. Returns the version of the agent that it was decided on."""
         self._wake.clear()
-        texts = await self._store.submissions()
+        stored = await self.store.submissions()
+        texts = stored.texts
         before, seen = _parsed(texts), await self._seen()
         placed = {each.job for each in before.values() if each.is_placed}
-        free = await freed(self._store, placed=placed, gates=seen.gates)
+        free = await freed(self.store, placed=placed, gates=seen.gates)
         step = next_step(before.values(), Cluster(seen.nodes, free, seen.ran))
         if step.changed:
-            await self._store.write_submissions(
+            await self.store.write_submissions(
                 {each.job: each.to_json() for each in step.changed},
                 expected={each.job: texts[each.job] for each in step.changed},
+                after_round=stored.rounds,
             )
-            for each in step.changed:
-                self._log.info("job", job=each.job, state=each.state, end=each.end, message=each.message)
+            # What has ended first: its GPUs are what others were placed on.
+            for each in sorted(step.changed, key=lambda each: each.state is not SubmissionState.ENDED):
+                told = {"state": each.state, "gpus": each.gpus, "end": each.end, "message": each.message}
+                self._log.info("job", job=each.job, **{name: value for name, value in told.items() if value})
             self._wake.set()
         await self._ask(step, seen)
         await self._clear(step, texts)
@@ -170,16 +175,18 @@ class ClusterLoop:
         now = dict(texts) | {each.job: each.to_json() for each in step.changed}
         for each in step.clears:
             await self._streams.remove_job(each.job)
-            await self._store.forget_job(each.job)
             cleared = replace(each, is_cleared=True).to_json()
-            await self._store.write_submissions({each.job: cleared}, expected={each.job: now[each.job]})
+            await self.store.clear_submission(each.job, cleared, expected=now[each.job])
         if step.dropped:
             expected = {job: now[job] for job in step.dropped}
-            await self._store.write_submissions(dict.fromkeys(step.dropped), expected=expected)
+            await self.store.write_submissions(dict.fromkeys(step.dropped), expected=expected)
 
     async def _ask(self, step: Step, seen: NodeView) -> None:
         for each in step.starts:
-            config = placed_config(JobConfig.from_json(each.config), seen.nodes, each.gpus)
+            text = await self.store.config_of(each.job, each.config)
+            if text is None:
+                raise StoreDamaged(f"the config of job {each.job} is not in the store any more: submit it again")
+            config = placed_config(JobConfig.from_json(text), seen.nodes, each.gpus)
             request = cluster_pb2.StartJobRequest(
                 job=each.job,
                 start=each.starts,
@@ -228,11 +235,15 @@ class ClusterLoop:
         return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in seen.nodes}
 
 
+_parse = lru_cache(maxsize=4096)(Submission.parse)
+"""Most records are as they were a second ago."""
+
+
 def _parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
     found: dict[JobId, Submission] = {}
     for job, text in texts.items():
         try:
-            found[job] = Submission.parse(text)
+            found[job] = _parse(text)
         except ValueError as error:
             raise StoreDamaged(f"the record of job {job} in the store is damaged: {error}") from error
     return found

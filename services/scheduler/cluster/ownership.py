@@ -20,10 +20,10 @@ from tidegate.types import GpuId, JobId
 async def freed(store: Store, *, placed: Collection[JobId], gates: Mapping[GpuId, GateState]) -> frozenset[GpuId]:
     """The GPUs that nobody owns or holds, after those that were left behind were set free."""
     contents = await store.contents()
-    for transition in contents.transitions:
-        if transition.job not in placed:
-            await store.close(transition, earned_outcome(transition))
-    records = await store.gpus()
+    left_open = [transition for transition in contents.transitions if transition.job not in placed]
+    for transition in left_open:
+        await store.close(transition, earned_outcome(transition))
+    records = await store.gpus() if left_open else {record.gpu: record for record in contents.gpus}
     held = {gpu for gpu, state in gates.items() if state.held}
     for gpu, record in records.items():
         if gpu in held or (record.owner is not None and record.owner.job in placed) or record.transition is not None:

@@ -25,9 +25,7 @@ from dataclasses import dataclass, replace
 
 from tidegate.cluster.placement import placed_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
-from tidegate.config.job_config import JobConfig
 from tidegate.launcher.outcome import End
-from tidegate.short_lists import counted
 from tidegate.types import GpuId, JobId, NodeId
 
 KEPT = 256
@@ -131,25 +129,16 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     """The records, after those at the head of the queue for whom there is room were placed."""
     every = {each.job: each for each in submissions}
     free = set(cluster.free).difference(*(each.gpus for each in every.values()))
-    queue = sorted((each for each in every.values() if each.state is SubmissionState.QUEUED), key=_turn)
-    for num_passed, each in enumerate(queue):
-        config = JobConfig.from_json(each.config)
-        gpus = placed_gpus(config, cluster.nodes, free)
+    for each in in_turn(every.values()):
+        gpus = placed_gpus(each.needs, cluster.nodes, free)
         if gpus is None:
-            for num_ahead, waiting in enumerate(queue[num_passed:]):
-                every[waiting.job] = replace(waiting, message=_waits(waiting, num_ahead))
             break
         free.difference_update(gpus)
-        every[each.job] = replace(
-            each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="it starts"
-        )
+        every[each.job] = replace(each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="")
     return list(every.values())
 
 
-def _turn(each: Submission) -> tuple[int, int, JobId]:
-    return -each.priority, each.submitted_unix_ms, each.job
-
-
-def _waits(each: Submission, num_ahead: int) -> str:
-    needed = counted(len(JobConfig.from_json(each.config).gpus), "GPU")
-    return f"waits for {needed}" + (f", behind {counted(num_ahead, 'job')}" if num_ahead else "")
+def in_turn(submissions: Iterable[Submission]) -> list[Submission]:
+    """The queue, the head first."""
+    queued = (each for each in submissions if each.state is SubmissionState.QUEUED)
+    return sorted(queued, key=lambda each: (-each.priority, each.submitted_unix_ms, each.job))

@@ -25,6 +25,7 @@ from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import encode_gate_state
 from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
 from tidegate.ports.bus import JobNotOpen
+from tidegate.ports.store import Submissions
 from tidegate.types import GpuId, JobId, Layout, Role, Token
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -91,7 +92,10 @@ async def lab() -> AsyncIterator[Lab]:
 
 
 async def queued(loop: ClusterLoop, *records: Submission) -> None:
+    """Each with a config of its size in the store."""
     for each in records:
+        name = await loop.store.keep_config(each.job, of_size(each.job, each.num_gpus).to_json())
+        each = replace(each, config=name)
         await loop.change(each.job, lambda _, each=each: each)  # type: ignore[misc]  # each round's own record
 
 
@@ -100,7 +104,7 @@ async def test_of_two_replicas_that_decide_at_once_one_places_a_job(lab: Lab, mo
     await queued(first, submitted(ONE, 6))
     reads = store.submissions
 
-    async def overtaken() -> dict[JobId, bytes]:
+    async def overtaken() -> Submissions:
         found = await reads()
         await queued(first, submitted("urgent", 6, priority=1))
         await first.round()
@@ -108,7 +112,7 @@ async def test_of_two_replicas_that_decide_at_once_one_places_a_job(lab: Lab, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "submissions", overtaken)
-        with pytest.raises(VersionConflict, match="record of job one has changed"):
+        with pytest.raises(VersionConflict, match="round 1 has placed jobs, after round 0"):
             await second.round()
     await second.round()
     assert [*lab.machine.starts] == ["urgent"]
@@ -207,7 +211,7 @@ async def test_a_job_that_can_never_run_is_refused_and_nothing_is_written(lab: L
         await servicer.SubmitJob(request(ONE, 9), None)
     with pytest.raises(ValueError, match="config"):
         await servicer.SubmitJob(cluster_pb2.SubmitJobRequest(config="{", treatment="fresh"), None)
-    assert await store.submissions() == {}
+    assert not (await store.submissions()).texts
 
 
 async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab) -> None:
@@ -224,5 +228,9 @@ async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab
     assert (await servicer.SubmitJob(request(ONE), None)).submission.state == "queued"
     with pytest.raises(UnknownSubmission, match="no job 'two'"):
         await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="two"), None)
-    (listed,) = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
-    assert (listed.job, listed.state, listed.num_gpus) == (ONE, "queued", 4)
+    await servicer.SubmitJob(request("two", 3), None)
+    listed = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
+    assert [(each.job, each.state, each.num_gpus, each.message) for each in listed] == [
+        ("one", "queued", 4, "waits for 4 GPUs"),
+        ("two", "queued", 3, "waits for 3 GPUs, behind 1 job"),
+    ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster_jobs import config_of, of_size
-from tidegate.cluster.placement import cluster_gpus, misfit, placed_config, placed_gpus
+from tidegate.cluster.placement import cluster_gpus, misfit, needs_of, placed_config, placed_gpus
 from tidegate.types import GpuId, NodeId, Role, node_of
 
 TWO = {NodeId("n0"): 8, NodeId("n1"): 4}
@@ -19,7 +19,7 @@ def gpus(text: str) -> tuple[GpuId, ...]:
 
 @given(st.sets(st.sampled_from(cluster_gpus(TWO))), st.integers(3, 9))
 def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) -> None:
-    found = placed_gpus(of_size("one", size), TWO, free)
+    found = placed_gpus((size,), TWO, free)
     of_a_node = max(len([gpu for gpu in free if node_of(gpu) == node]) for node in TWO)
     if found is None:
         assert of_a_node < size
@@ -30,15 +30,18 @@ def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) 
 
 def test_gpus_of_one_node_stay_together_in_the_fullest_node_with_room() -> None:
     config = of_size("one", 3)
-    assert placed_gpus(config, TWO, cluster_gpus(TWO)) == gpus("1/0 1/1 1/2"), "eight stay free for a large job"
-    assert placed_gpus(config, TWO, gpus("0/2 0/5 0/6 0/7 1/0 1/1")) == gpus("0/2 0/5 0/6")
-    assert placed_gpus(config, TWO, gpus("0/2 0/5 1/0 1/1")) is None, "four are free, but not on one node"
+    assert placed_gpus(needs_of(config), TWO, cluster_gpus(TWO)) == gpus("1/0 1/1 1/2"), (
+        "eight stay free for a large job"
+    )
+    assert placed_gpus(needs_of(config), TWO, gpus("0/2 0/5 0/6 0/7 1/0 1/1")) == gpus("0/2 0/5 0/6")
+    assert placed_gpus((3,), TWO, gpus("0/2 0/5 1/0 1/1")) is None, "four are free, but not on one node"
 
 
 def test_nodes_of_a_job_may_share_one_of_the_cluster() -> None:
-    config = config_of("two", {"a": 2, "b": 3}, "0,2", "1,3", "4")
-    assert placed_gpus(config, {NodeId("n0"): 8}, cluster_gpus({NodeId("n0"): 8})) == gpus("0/3 0/4 0/0 0/1 0/2")
-    assert placed_gpus(config, TWO, gpus("0/0 0/1 0/2 1/3 1/0")) == gpus("1/0 1/3 0/0 0/1 0/2")
+    needs, one = needs_of(config_of("two", {"a": 2, "b": 3}, "0,2", "1,3", "4")), {NodeId("n0"): 8}
+    assert needs == (2, 3)
+    assert placed_gpus(needs, one, cluster_gpus(one)) == gpus("0/3 0/4 0/0 0/1 0/2")
+    assert placed_gpus(needs, TWO, gpus("0/0 0/1 0/2 1/3 1/0")) == gpus("1/0 1/3 0/0 0/1 0/2")
 
 
 def test_a_placed_config_keeps_the_order_of_ranks_and_its_standbys() -> None:
@@ -66,6 +69,6 @@ def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
 @pytest.mark.parametrize("text", ["0", "1,0"])
 def test_an_empty_list_stays_empty(text: str) -> None:
     config = config_of("two", {"a": 4}, text, "2", "3")
-    there = placed_gpus(config, TWO, cluster_gpus(TWO))
+    there = placed_gpus(needs_of(config), TWO, cluster_gpus(TWO))
     assert there is not None
     assert placed_config(config, TWO, there).actor.standby == ""
