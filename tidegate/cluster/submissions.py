@@ -41,8 +41,9 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """`starts` counts how often it was placed, and names the present start. `end` says how it ended: one of a run's
-    ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first."""
+    """`starts` counts how often it was placed, under earlier submissions too, and names the present start.
+    `interruptions`: how many of its starts were interrupted while their agent lived. `end` says how it ended: one of a
+    run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first."""
 
     job: JobId
     config: str
@@ -56,6 +57,7 @@ class Submission:
     state: SubmissionState = SubmissionState.QUEUED
     gpus: tuple[GpuId, ...] = ()
     starts: int = 0
+    interruptions: int = 0
     is_cancelled: bool = False
     is_cleared: bool = False
     end: str = ""
@@ -99,6 +101,7 @@ class Submission:
             gpus=gpus,
             needs=needs,
             starts=whole_number(fields["starts"], "starts"),
+            interruptions=whole_number(fields["interruptions"], "interruptions"),
             is_cancelled=typed(bool, fields["is_cancelled"], "is_cancelled"),
             is_cleared=typed(bool, fields["is_cleared"], "is_cleared"),
             **texts,

@@ -13,6 +13,7 @@ writes. A store that restarted is adopted first, with the reports of all gates o
 Invariants:
 - Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
 - An agent or a store that does not answer is asked again. [test_cluster_loop: that_does_not_answer]
+- A config that cannot be used ends its job and no other. [test_cluster_loop: that_cannot_be_used]
 """
 
 from __future__ import annotations
@@ -138,6 +139,9 @@ class ClusterLoop:
             except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
                 self._log.warning("no answer", error=str(error))
                 await asyncio.sleep(RETRY_S)
+            except StoreDamaged as error:
+                self._log.error("cannot decide", error=str(error))
+                await asyncio.sleep(BEAT_S)
 
     async def _again(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -183,10 +187,12 @@ class ClusterLoop:
 
     async def _ask(self, step: Step, seen: NodeView) -> None:
         for each in step.starts:
-            text = await self.store.config_of(each.job, each.config)
-            if text is None:
-                raise StoreDamaged(f"the config of job {each.job} is not in the store any more: submit it again")
-            config = placed_config(JobConfig.from_json(text), seen.nodes, each.gpus)
+            try:
+                text = await self.store.config_of(each.job, each.config)
+                config = placed_config(JobConfig.from_json(text or ""), seen.nodes, each.gpus)
+            except ValueError as error:  # damaged, or nodes that it does not fit
+                await self._refuse(each, f"its config cannot be used here ({error}): submit it again")
+                continue
             request = cluster_pb2.StartJobRequest(
                 job=each.job,
                 start=each.starts,
@@ -200,6 +206,11 @@ class ClusterLoop:
                 self._log.warning("job is not started yet", job=each.job, error=refused.reason)
         for job in (*step.cancels, *step.stops):
             await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job, cancels=job in step.cancels))
+
+    async def _refuse(self, each: Submission, why: str) -> None:
+        over = replace(each, state=SubmissionState.ENDED, gpus=(), end=End.FAILED, message=why)
+        await self.store.write_submissions({each.job: over.to_json()}, expected={each.job: each.to_json()})
+        self._log.warning("job cannot start", job=each.job, message=why)
 
     async def _wait(self, version: int) -> None:
         """For a change of the agent, or of this replica's records, and for `BEAT_S` at most."""
@@ -245,5 +256,8 @@ def _parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
         try:
             found[job] = _parse(text)
         except ValueError as error:
-            raise StoreDamaged(f"the record of job {job} in the store is damaged: {error}") from error
+            raise StoreDamaged(
+                f"the record of job {job} in the store is damaged ({error}): end the cluster with tidegate down, and "
+                "remove its servers/ folder; jobs go on from their checkpoints with submit --resume"
+            ) from error
     return found

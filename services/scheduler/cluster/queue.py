@@ -4,7 +4,9 @@ The queue goes by priority, then by age. Its head waits for its GPUs, and nobody
 ever behind small ones.
 
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
-its checkpoint. After `MAX_STARTS` it ends interrupted.
+its checkpoint. After `MAX_INTERRUPTIONS` it ends interrupted. The end of an agent, as by `tidegate down`, is none.
+
+A cluster may come back with other nodes. A job that has no room there any more ends.
 
 Read the records first, and then what the agents tell: a record that says `running` was written after its agent had
 told so.
@@ -23,15 +25,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tidegate.cluster.placement import placed_gpus
+from tidegate.cluster.placement import cluster_gpus, placed_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
+from tidegate.short_lists import counted
 from tidegate.types import GpuId, JobId, NodeId
 
 KEPT = 256
 """The records of ended jobs that stay. The folders of the jobs have the rest."""
-MAX_STARTS = 5
-"""The most starts of a job: under a machine that dies again and again it would repeat its last iteration for ever."""
+MAX_INTERRUPTIONS = 5
+"""A job that ends its launcher again and again would repeat its last iteration for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +107,27 @@ def _followed(each: Submission, ran: Ran | None) -> Submission:
         case SubmissionState.PLACED if ran is None:
             return _ended(each, End.CANCELLED, "cancelled before it started") if each.is_cancelled else each
         case SubmissionState.RUNNING if ran is None:
-            return _again(each, "its machine's agent ended")
+            return _again(each, "its machine's agent ended", interruptions=each.interruptions)
     assert ran is not None, "the cases above have those without one"
     if ran.end is None:
         return replace(each, state=SubmissionState.RUNNING, message="")
-    return _again(each, ran.message) if ran.end is End.INTERRUPTED else _ended(each, ran.end, ran.message)
+    if ran.end is End.INTERRUPTED:
+        return _again(each, ran.message, interruptions=each.interruptions + 1)
+    return _ended(each, ran.end, ran.message)
 
 
-def _again(each: Submission, why: str) -> Submission:
+def _again(each: Submission, why: str, *, interruptions: int) -> Submission:
     if each.is_cancelled:
         return _ended(each, End.CANCELLED, why)
-    if each.starts >= MAX_STARTS:
-        return _ended(each, End.INTERRUPTED, f"{why}; not started again after {each.starts} starts")
+    if interruptions >= MAX_INTERRUPTIONS:
+        return _ended(each, End.INTERRUPTED, f"{why}; not started again after {interruptions} interruptions")
     return replace(
-        each, state=SubmissionState.QUEUED, gpus=(), treatment=Treatment.RESUME, message=f"to go on, after: {why}"
+        each,
+        state=SubmissionState.QUEUED,
+        gpus=(),
+        treatment=Treatment.RESUME,
+        interruptions=interruptions,
+        message=f"to go on, after: {why}",
     )
 
 
@@ -131,11 +141,22 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     free = set(cluster.free).difference(*(each.gpus for each in every.values()))
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, cluster.nodes, free)
+        if gpus is None and placed_gpus(each.needs, cluster.nodes, cluster_gpus(cluster.nodes)) is None:
+            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each.needs)} on a node; {_there(cluster)}")
+            continue
         if gpus is None:
             break
         free.difference_update(gpus)
         every[each.job] = replace(each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="")
     return list(every.values())
+
+
+def _told(needs: Iterable[int]) -> str:
+    return " and ".join(counted(count, "GPU") for count in needs)
+
+
+def _there(cluster: Cluster) -> str:
+    return ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
 
 
 def in_turn(submissions: Iterable[Submission]) -> list[Submission]:

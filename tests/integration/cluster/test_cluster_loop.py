@@ -133,6 +133,17 @@ async def test_a_job_runs_from_its_submission_to_its_end_and_the_next_gets_its_g
     assert found[JobId("two")].gpus == ALL[:6]
 
 
+async def test_a_config_that_cannot_be_used_ends_its_job_and_no_other(lab: Lab) -> None:
+    loop, _ = await lab.replica()
+    await queued(loop, submitted("good", 3))
+    await loop.change(ONE, lambda _: submitted(ONE, 3))
+    for _ in range(2):
+        await loop.round()
+    found = await loop.submissions()
+    assert (found[ONE].end, found[JobId("good")].state) == ("failed", SubmissionState.RUNNING)
+    assert "its config cannot be used here" in found[ONE].message
+
+
 async def test_a_job_that_ended_has_nothing_in_the_stores_any_more(lab: Lab) -> None:
     loop, store = await lab.replica()
     await queued(loop, replace(submitted(ONE), state=SubmissionState.ENDED, end="failed", starts=1))

@@ -26,6 +26,8 @@ def test_a_record_survives_its_json() -> None:
         ("job", "No Name", "must be 1-48 characters"),
         ("priority", 1.5, "priority is 1.5"),
         ("starts", -1, "starts is -1"),
+        ("interruptions", True, "interruptions is True"),
+        ("needs", [2, -1], "a count of needs is -1"),
         ("state", "asleep", "asleep"),
         ("gpus", ["n0/1"], "queued and has 1 GPUs"),
         ("is_cancelled", 1, "is_cancelled is 1"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cluster.queue import KEPT, MAX_STARTS, Cluster, Ran, in_turn, next_step
+from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
 from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -84,9 +84,17 @@ def test_a_job_whose_agent_knows_nothing_of_it_any_more_goes_on_too() -> None:
     assert (found.state, found.treatment, found.starts) == (PLACED, Treatment.RESUME, 3)
 
 
-def test_a_job_that_is_interrupted_again_and_again_ends() -> None:
-    found = after([running("a", starts=MAX_STARTS)], cluster(a=Ran(MAX_STARTS, End.INTERRUPTED, "power")))["a"]
-    assert (found.end, found.message) == ("interrupted", "power; not started again after 5 starts")
+def test_a_job_that_is_interrupted_again_and_again_ends_but_the_end_of_an_agent_is_no_interruption() -> None:
+    last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1)
+    found = after([last], cluster(a=Ran(9, End.INTERRUPTED, "power")))["a"]
+    assert (found.end, found.message) == ("interrupted", "power; not started again after 5 interruptions")
+    assert after([last], cluster())["a"].state is PLACED
+
+
+def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobody_up() -> None:
+    found = after([submitted("large", 9, priority=1), submitted("small", 3)], cluster())
+    assert (found["large"].end, found["large"].message) == ("failed", "it needs 9 GPUs on a node; n0 has 8")
+    assert found["small"].state is PLACED
 
 
 def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
