@@ -32,6 +32,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,8 @@ ROUNDS = 2
 NODES = 13
 LOWEST, HIGHEST = -3.5, 5.5
 """A posterior is computed between its most likely level + LOWEST and + HIGHEST of its deviations."""
+
+_NODES = np.linspace(LOWEST, HIGHEST, NODES)
 
 MORE_TOKENS = 20.0
 """An unfinished response makes at least so many. Without it, a response at the end of its law would end at once."""
@@ -103,7 +106,14 @@ def final_lengths(picture: Generation, law: LengthLaw, *, is_spread: bool = True
 
 
 def prior(picture: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
-    """By prompt: mean and variance of its level before any of its responses began.
+    """By prompt: mean and variance of its level before any of its responses began (`priors`)."""
+    mean, variance = priors(picture.hint_of, (law,))
+    return mean[0], variance[0]
+
+
+def priors(hints: Floats, laws: Sequence[LengthLaw]) -> tuple[Floats, Floats]:
+    """By law and prompt: mean and variance of its level before any of its responses began. `hints`: by prompt, 0 where
+    it has none.
 
     A hint is the level under lognormal noise. So the level, given the hint, is normal:
 
@@ -113,12 +123,13 @@ def prior(picture: Generation, law: LengthLaw) -> tuple[Floats, Floats]:
 
     Without a hint the mean is log_mean and the variance sigma_prompt^2.
     """
-    of_prompts, of_hints = max(law.sigma_prompt, LEAST_SIGMA) ** 2, max(law.sigma_hint, LEAST_SIGMA) ** 2
-    hints = np.array(picture.hints or (0.0,) * picture.num_groups)
+    of_prompts = np.array([max(law.sigma_prompt, LEAST_SIGMA) ** 2 for law in laws])[:, None]
+    of_hints = np.array([max(law.sigma_hint, LEAST_SIGMA) ** 2 for law in laws])[:, None]
+    log_mean = np.array([law.log_mean for law in laws])[:, None]
     has_hint = hints > 0
     weight = of_prompts / (of_prompts + of_hints)
-    hinted = weight * np.log(np.where(has_hint, hints, 1.0)) + (1 - weight) * law.log_mean
-    mean = np.where(has_hint, hinted, law.log_mean)
+    hinted = weight * np.log(np.where(has_hint, hints, 1.0)) + (1 - weight) * log_mean
+    mean = np.where(has_hint, hinted, log_mean)
     return mean, np.where(has_hint, weight * of_hints, of_prompts)
 
 
@@ -153,48 +164,73 @@ def observed(picture: Generation, groups: Ints | None = None) -> Observed:
     return Observed(known.sum(axis=1), (known**2).sum(axis=1), is_known.sum(axis=1), logs[group_of, member], group_of)
 
 
-def evidence(seen: Observed, mean: Floats, variance: Floats, spread: float) -> float:
-    """The logarithm of the likelihood of what was observed, under this prior of the levels and spread of responses.
+def evidences(seen: Observed, mean: Floats, variance: Floats, spreads: Sequence[float]) -> list[float]:
+    """By law: the logarithm of the likelihood of what was observed. A law has a prior of the levels, a row of `mean`
+    and of `variance` with a column a prompt, and a spread of responses.
 
     It is the integral over each prompt's level, by the trapezoid rule at the nodes of its posterior.
     """
-    nodes, likely = _nodes(seen, mean, variance, spread)
+    nodes, likely = _nodes(_repeated(seen, len(spreads)), mean.ravel(), variance.ravel(), spreads)
     highest = likely.max(axis=1)
     integrals = np.exp(likely - highest[:, None]).sum(axis=1) * (nodes[:, 1] - nodes[:, 0])
+    squares = np.array([spread**2 for spread in spreads])[:, None]
+    log_scales = np.array([math.log(spread * math.sqrt(2 * math.pi)) for spread in spreads])[:, None]
     normal = -0.5 * mean**2 / variance - 0.5 * np.log(2 * math.pi * variance)
-    members = -0.5 * seen.squares / spread**2 - seen.num_known * math.log(spread * math.sqrt(2 * math.pi))
-    return float((highest + np.log(integrals) + normal + members).sum())
+    members = -0.5 * seen.squares / squares - seen.num_known * log_scales
+    by_level = (highest + np.log(integrals)).reshape(mean.shape)
+    found: list[float] = (by_level + normal + members).sum(axis=1).tolist()
+    return found
+
+
+def _repeated(seen: Observed, times: int) -> Observed:
+    """The same prompts so many times, one after the other."""
+    offsets = seen.known.size * np.arange(times)[:, None]
+    return Observed(
+        known=np.tile(seen.known, times),
+        squares=np.tile(seen.squares, times),
+        num_known=np.tile(seen.num_known, times),
+        censored=np.tile(seen.censored, times),
+        group_of=(offsets + seen.group_of).ravel(),
+    )
 
 
 def _posterior(picture: Generation, law: LengthLaw, spread: float) -> tuple[Floats, Floats]:
     """By prompt and node: a level, and how likely it is."""
-    nodes, likely = _nodes(observed(picture), *prior(picture, law), spread)
+    nodes, likely = _nodes(observed(picture), *prior(picture, law), [spread])
     weights = np.exp(likely - likely.max(axis=1, keepdims=True))
     return nodes, weights / weights.sum(axis=1, keepdims=True)
 
 
-def _nodes(seen: Observed, mean: Floats, variance: Floats, spread: float) -> tuple[Floats, Floats]:
-    """By prompt and node: a level, and the logarithm of its likelihood, but for factors that no level changes."""
+def _nodes(seen: Observed, mean: Floats, variance: Floats, spreads: Sequence[float]) -> tuple[Floats, Floats]:
+    """By prompt and node: a level, and the logarithm of its likelihood, but for factors that no level changes.
+
+    `spreads`: of responses; the first prompts have the first one, as many the next, and so on.
+    """
     groups, num_groups = seen.group_of, mean.size
+    num_each = num_groups // len(spreads)
+    of_members = np.repeat([1.0 / spread**2 for spread in spreads], num_each)
+    spread = np.repeat(spreads, num_each)[groups]
     num_censored = np.bincount(groups, minlength=num_groups)
-    precision, of_members = 1.0 / variance, 1.0 / spread**2
+    precision = 1.0 / variance
     pull, total = precision * mean, precision + (seen.num_known + num_censored) * of_members
     level = mean
     for _ in range(ROUNDS):
-        a = (seen.censored - level[groups]) / spread
+        level_of = level[groups]
+        a = (seen.censored - level_of) / spread
         hazard = _hazard(a)
-        beyond = np.bincount(groups, weights=level[groups] + spread * hazard, minlength=num_groups)
+        beyond = np.bincount(groups, weights=level_of + spread * hazard, minlength=num_groups)
         level = (pull + (seen.known + beyond) * of_members) / total
     # Information of a censored response = h (h - a) * that of a known one: h is the hazard at a (Fisher, normal law).
     open_information = np.bincount(groups, weights=hazard * np.maximum(hazard - a, 0.0), minlength=num_groups)
     deviation = 1.0 / np.sqrt(precision + (seen.num_known + open_information) * of_members)
-    nodes = level[:, None] + deviation[:, None] * np.linspace(LOWEST, HIGHEST, NODES)
+    nodes = level[:, None] + deviation[:, None] * _NODES
     likely = pull[:, None] * nodes - 0.5 * precision[:, None] * nodes**2
-    likely += of_members * (seen.known[:, None] * nodes - 0.5 * seen.num_known[:, None] * nodes**2)
+    known = seen.known[:, None] * nodes - 0.5 * seen.num_known[:, None] * nodes**2
+    likely += of_members[:, None] * known
     if groups.size:
-        censored = _log_beyond((seen.censored[:, None] - nodes[groups]) / spread)
+        beyond_by_node = _log_beyond((seen.censored[:, None] - nodes[groups]) / spread[:, None])
         first = np.flatnonzero(np.diff(groups, prepend=-1))
-        likely[groups[first]] += np.add.reduceat(censored, first, axis=0)
+        likely[groups[first]] += np.add.reduceat(beyond_by_node, first, axis=0)
     return nodes, likely
 
 
@@ -218,19 +254,24 @@ def _place_in_group(group_of: NDArray[np.int64], num_groups: int) -> tuple[NDArr
     return np.arange(group_of.size) - first[group_of], counts[group_of]
 
 
-def _nearest(z: Floats) -> NDArray[np.int64]:
-    return ((np.clip(z, -_EDGE, _EDGE) + _EDGE) * _PER_UNIT + 0.5).astype(np.int64)
+def _nearest(z: Floats, until: float = _EDGE) -> NDArray[np.int64]:
+    """The places in a table from -_EDGE to `until`."""
+    place = np.minimum(np.maximum(z, -_EDGE), until)
+    place += _EDGE
+    place *= _PER_UNIT
+    place += 0.5
+    return place.astype(np.int64)
 
 
 def _log_beyond(z: Floats) -> Floats:
     """log(1 - cdf(z))."""
-    return _LOG_BEYOND[((np.clip(z, -_EDGE, _FAR) + _EDGE) * _PER_UNIT + 0.5).astype(np.int64)]
+    return _LOG_BEYOND.take(_nearest(z, _FAR))
 
 
 def _cdf(z: Floats) -> Floats:
-    return _CDF[_nearest(z)]
+    return _CDF.take(_nearest(z))
 
 
 def _hazard(z: Floats) -> Floats:
     """pdf(z) / (1 - cdf(z)). Beyond the table its asymptote z + 1 / z stands for it."""
-    return np.where(z > _EDGE, z + 1.0 / np.maximum(z, 1.0), _HAZARD[_nearest(z)])
+    return np.where(z > _EDGE, z + 1.0 / np.maximum(z, 1.0), _HAZARD.take(_nearest(z)))

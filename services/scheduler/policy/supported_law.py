@@ -6,7 +6,7 @@ prompts that wait too short or too long. A few laws are compared with the respon
 
     score(law) = log likelihood of the responses under it - CHANGE_COSTS * (values that are not as told)
 
-    likelihood    of `GROUPS` prompts that have begun, spread evenly over the queue (`lengths_law.evidence`). It counts
+    likelihood    of `GROUPS` prompts that have begun, spread evenly over the queue (`lengths_law.evidences`). It counts
                   an unfinished response as one that is longer than it is, so that the short ones, which end first, make
                   no law look short.
 
@@ -27,12 +27,12 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from services.scheduler.policy.lengths_law import LEAST_SIGMA, evidence, observed, prior
+from services.scheduler.policy.lengths_law import LEAST_SIGMA, evidences, observed, priors
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.observed import Generation
 
@@ -64,18 +64,22 @@ def supported_law(picture: Generation, law: LengthLaw) -> LengthLaw:
     if not seen.num_known.any():
         return law
 
-    def score(other: LengthLaw) -> float:
-        mean, variance = prior(picture, other)
-        found = evidence(seen, mean[groups], variance[groups], max(other.sigma_group, LEAST_SIGMA))
-        return found - CHANGE_COSTS * _num_changed(law, other)
+    hints = picture.hint_of[groups]
+
+    def best_of(laws: Sequence[LengthLaw]) -> LengthLaw:
+        """The law with the highest score; of several the first."""
+        spreads = [max(other.sigma_group, LEAST_SIGMA) for other in laws]
+        found = evidences(seen, *priors(hints, laws), spreads)
+        scores = [each - CHANGE_COSTS * _num_changed(law, other) for each, other in zip(found, laws, strict=True)]
+        return laws[scores.index(max(scores))]
 
     has_hints = bool(picture.hints)
-    best = max(_spreads_and_hints(law, has_hints=has_hints), key=score)
+    best = best_of([*_spreads_and_hints(law, has_hints=has_hints)])
     medians = [replace(best, log_mean=law.log_mean + math.log(factor)) for factor in MEDIANS]
-    other = max((best, *medians), key=score)
+    other = best_of([best, *medians])
     if other is best:
         return best
-    return max((other, *_spreads_and_hints(replace(law, log_mean=other.log_mean), has_hints=has_hints)), key=score)
+    return best_of([other, *_spreads_and_hints(replace(law, log_mean=other.log_mean), has_hints=has_hints)])
 
 
 def _num_changed(told: LengthLaw, other: LengthLaw) -> int:

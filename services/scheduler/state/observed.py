@@ -89,6 +89,16 @@ class Generation:
         return np.array(self.places, dtype=np.int64)
 
     @cached_property
+    def in_queue(self) -> Ints:
+        """The sequences of `queue`, the next one first."""
+        return np.array(self.queue, dtype=np.int64)
+
+    @cached_property
+    def hint_of(self) -> Floats:
+        """By prompt: its hint; 0 where it has none."""
+        return np.array(self.hints or (0.0,) * self.num_groups)
+
+    @cached_property
     def is_unfinished(self) -> NDArray[np.bool_]:
         return self.place_of > ENDED
 

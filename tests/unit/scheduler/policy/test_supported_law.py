@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.policy.lengths_law import evidence, observed, prior
+from services.scheduler.policy.lengths_law import evidences, observed, prior, priors
 from services.scheduler.policy.supported_law import supported_law
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.observed import AWAY, ENDED, Generation
@@ -76,4 +76,19 @@ def test_the_evidence_is_the_likelihood_in_closed_form_where_all_responses_have_
         covariance = LAW.sigma_group**2 * np.eye(8) + of_level
         off = row - level
         want -= 0.5 * (off @ np.linalg.solve(covariance, off) + np.linalg.slogdet(2 * math.pi * covariance)[1])
-    assert evidence(observed(seen), mean, variance, LAW.sigma_group) == pytest.approx(want, abs=1.0)
+    (found,) = evidences(observed(seen), mean[None], variance[None], [LAW.sigma_group])
+    assert found == pytest.approx(want, abs=1.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_evidence_of_a_law_is_the_same_alone_and_among_others_to_the_last_bit(seed: int) -> None:
+    """The number of laws that are compared at once must not change which one counts."""
+    random = np.random.default_rng(seed)
+    shown = picture(seed, until=int(random.integers(500, 15_000)))
+    groups = np.sort(random.choice(96, size=int(random.integers(1, 97)), replace=False))
+    seen, hints = observed(shown, groups), shown.hint_of[groups] * random.integers(0, 2, size=groups.size)
+    sigmas = random.uniform(0.05, 1.0, size=(11, 3))
+    laws = [replace(LAW, sigma_prompt=a, sigma_group=b, sigma_hint=c) for a, b, c in sigmas.tolist()]
+    together = evidences(seen, *priors(hints, laws), [law.sigma_group for law in laws])
+    alone = [evidences(seen, *priors(hints, [law]), [law.sigma_group]) for law in laws]
+    assert [[each] for each in together] == alone
