@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from services.scheduler.policy.tide.plans import (
 )
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.observed import Ints
 from services.scheduler.state.remembered import Remembered, as_configured
 from simulator.iteration import SimulatedIteration
 from simulator.scenario import Scenario, load_scenario
@@ -92,6 +94,25 @@ def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others() -> None:
     plans = family(seen.cluster, 4, seen.span_s)
     alone = [seen.ends_s(plans.row(at))[0] for at in range(plans.count)]
     assert pytest.approx(np.array(alone)) == seen.ends_s(plans)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"minibatch_order": "fixed"}, {"streams": False}], ids=str)
+def test_plans_that_begin_alike_end_as_with_a_row_of_their_own_to_the_last_bit(
+    algorithm: dict[str, int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    situation, simulated = opened(of(**algorithm), 2)
+    seen = forecast(situation, simulated, longest_first(situation))
+    coarse = family(seen.cluster, 4, seen.span_s, infers_ahead=seen.infers_ahead)
+    around = neighbours(coarse.row(0), seen.cluster, seen.span_s, infers_ahead=seen.infers_ahead)
+    plans = Plans.of(coarse, around)
+    together = seen.ends_s(plans)
+
+    def none_is_alike(*keys: Sequence[float]) -> tuple[Ints, Ints]:
+        rows = np.arange(len(keys[0]))
+        return rows, rows
+
+    monkeypatch.setattr("services.scheduler.policy.tide.forecast.alike", none_is_alike)
+    assert seen.ends_s(plans).tolist() == together.tolist()
 
 
 def test_in_a_fixed_order_a_plan_whose_inference_starts_first_is_forecast_as_it_is_alone() -> None:

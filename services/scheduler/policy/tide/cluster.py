@@ -46,8 +46,12 @@ class Plans:
         return self.start_s if self.infer_s is None else np.minimum(self.infer_s, self.start_s)
 
     def row(self, index: int) -> Plans:
-        own = slice(index, index + 1)
-        return Plans(self.start_s[own], self.trainer[own], self.inference[own], self.infers_s[own])
+        return self.rows(np.array([index]))
+
+    def rows(self, rows: Ints) -> Plans:
+        """Some of the plans, in this order."""
+        infer_s = None if self.infer_s is None else self.infer_s[rows]
+        return Plans(self.start_s[rows], self.trainer[rows], self.inference[rows], infer_s)
 
     @staticmethod
     def of(*several: Plans) -> Plans:

@@ -3,7 +3,8 @@
 A plan says when the trainer gets its first GPUs and, for each remaining minibatch, how many GPUs train and infer during
 it; engines have the others. So an iteration is a few segments in which no size changes: one a minibatch. Where
 gradients are carried, a minibatch has two where the rollout ends in it: from then on the trainer has the engines' GPUs,
-if the rest is worth the move. In each segment:
+if the rest is worth the move. Plans that are alike until the end of a segment have one row in common until there. In
+each segment:
 
 1. Decoding. A step of n engines with b running sequences and K KV tokens takes
 
@@ -42,8 +43,8 @@ import numpy as np
 from services.scheduler.policy.tide.cluster import Cluster, Plans
 from services.scheduler.policy.tide.inference import Inference
 from services.scheduler.policy.tide.outlook import Outlook
-from services.scheduler.policy.tide.rows import in_order, places_of, values_at
-from services.scheduler.policy.tide.segments import At, Segment, Trained, merged
+from services.scheduler.policy.tide.rows import alike, in_order, places_of, values_at
+from services.scheduler.policy.tide.segments import At, Segment, Trained, merged, rows_of
 from services.scheduler.state.costs import Costs
 from services.scheduler.state.observed import Floats, Ints
 
@@ -99,16 +100,32 @@ class Forecast:
     def ends_s(self, plans: Plans) -> Floats:
         """By plan: seconds from now until the update of the last minibatch (inf: never). A plan may have no minibatch
         to come besides the open one."""
-        at, trainer, nth = self._begun(plans)
+        first, of_plan = alike(*self._beginnings(plans))
+        at, trainer, nth = self._begun(plans.rows(first))
         for column in range(plans.trainer.shape[1]):
-            segment, trainer = self._segment(plans, column, trainer, at, nth + column)
+            # Plans that are alike until the end of this minibatch have one row in common.
+            sizes = plans.trainer[:, column].tolist(), plans.inference[:, column].tolist()
+            first, of_next = alike(of_plan.tolist(), *sizes)
+            before, own = of_plan[first], plans.rows(first)
+            at, trainer, of_plan = rows_of(at, before), trainer[before], of_next
+            segment, trainer = self._segment(own, column, trainer, at, nth + column)
             at = self._through(at, segment)
             if at.is_mid.any():
-                rest, more = self._rest(self._segment(plans, column, trainer, at, nth + column), trainer, at)
-                trainer = np.where(at.is_mid, more, trainer)
-                at = merged(at, self._through(at, rest))
-        ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t)
+                mid = np.flatnonzero(at.is_mid)
+                cut, has = rows_of(at, mid), trainer[mid]
+                rest, trainer[mid] = self._rest(self._segment(own.rows(mid), column, has, cut, nth + column), has, cut)
+                at = merged(at, mid, self._through(cut, rest))
+        ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t)[of_plan]
         return ends
+
+    def _beginnings(self, plans: Plans) -> tuple[list[float], ...]:
+        """By plan: all by which plans differ in `_begun`."""
+        if self.cluster.is_open:
+            return ([0.0] * plans.count,)
+        start_s = plans.start_s.tolist()
+        if not self.infers_ahead:
+            return (start_s,)
+        return start_s, plans.infers_s.tolist(), plans.inference[:, 0].tolist()
 
     def _begun(self, plans: Plans) -> tuple[At, Floats, int]:
         """The moment until which plans do not differ: their start, or the end of the open minibatch. Also the trainer's
@@ -137,8 +154,8 @@ class Forecast:
             is_ahead = plans.infers_s < start_s
             if self.infers_ahead and is_ahead.any():
                 at = self._through(at, self._as_it_is(count, None, np.minimum(plans.infers_s, start_s), is_cut=True))
-                ahead = self._through(at, self._ahead(plans, start_s - at.t))
-                return merged(replace(at, is_mid=is_ahead), ahead), trainer, 0
+                ahead, rows = self._through(at, self._ahead(plans, start_s - at.t)), np.flatnonzero(is_ahead)
+                return merged(at, rows, rows_of(ahead, rows)), trainer, 0
             return self._through(at, self._as_it_is(count, None, start_s, is_cut=is_cut)), trainer, 0
         if cluster.until_s is not None:
             return self._through(at, self._as_it_is(count, None, np.full(count, cluster.until_s))), trainer, 1
@@ -232,21 +249,20 @@ class Forecast:
     def _through(self, at: At, segment: Segment) -> At:
         load, lots = self.left.load, self.left.lots
         working = np.where(at.u < load.queue_until, segment.engines, np.minimum(segment.engines, at.engines))
-        segment = replace(segment, engines=working)
-        slots = np.maximum(segment.engines, 1e-9) * self.cluster.max_running
+        slots = np.maximum(working, 1e-9) * self.cluster.max_running
         speed = slots / load.num_slots
-        at, stall_s = self._switched(at, segment, slots)
+        at, stall_s = self._switched(at, working, slots)
         scale = np.where(at.u < load.queue_until, speed, at.scale)
-        times = self._times(segment.engines, scale, speed)
+        times = self._times(working, scale, speed)
         queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
         start_steps = np.where(at.has_started, 0.0, (lots.starts - at.u[:, None]) / speed[:, None])
         steps = start_steps + at.steps
         in_queue = np.minimum(steps, queued_steps[:, None])
         end_u = at.u[:, None] + speed[:, None] * in_queue + (steps - in_queue)
-        begun = values_at(times, at.u[:, None] / load.step)[:, 0]
-        shift = at.t + stall_s - begun
-        ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + values_at(times, end_u / load.step), at.ended_s)
-        order = np.argsort(ended_s, axis=1, kind="stable")
+        times_s = values_at(times, np.concatenate((end_u, at.u[:, None]), axis=1) / load.step)
+        shift = at.t + stall_s - times_s[:, -1]
+        ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + times_s[:, :-1], at.ended_s)
+        order = ended_s.argsort(axis=1, kind="stable")
         inference = Inference(self.left, self.cluster, order, in_order(ended_s, order))
         inferred_s = inference.handed_on_s(at, segment)
         trained = self._trained(at, segment, inferred_s, order)
@@ -260,14 +276,14 @@ class Forecast:
                 trained_tokens = np.where(is_mid, at.trained_tokens + trained.seconds_until(over) * segment.rate, 0.0)
                 end = np.where(is_mid, over, end)
         u = np.maximum(places_of(times, end - shift) * load.step, at.u)
-        queued = np.minimum(u, load.queue_until) - at.u
-        past = np.maximum(queued, 0.0) / speed + (u - at.u - np.maximum(queued, 0.0))
-        has_started = at.has_started | (start_steps <= past[:, None])
-        steps = np.where(has_started, steps - past[:, None], at.steps)
+        queued = np.maximum(np.minimum(u, load.queue_until) - at.u, 0.0)
+        past = (queued / speed + (u - at.u - queued))[:, None]
+        has_started = at.has_started | (start_steps <= past)
+        steps = np.where(has_started, steps - past, at.steps)
         return At(
             t=end,
             u=u,
-            engines=segment.engines,
+            engines=working,
             scale=scale,
             has_started=has_started,
             steps=steps,
@@ -278,23 +294,22 @@ class Forecast:
             is_mid=is_mid,
         )
 
-    def _switched(self, at: At, segment: Segment, slots: Floats) -> tuple[At, Floats]:
-        """After engines left: the moment, and by plan the seconds in which the remaining engines compute the caches of
-        moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue; those behind start
-        later by the work that these still have."""
+    def _switched(self, at: At, engines: Floats, slots: Floats) -> tuple[At, Floats]:
+        """After engines left: the moment, and by plan the seconds in which the remaining `engines` compute the caches
+        of moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue; those behind
+        start later by the work that these still have."""
         load = self.left.load
         place = np.minimum((at.u / load.step).astype(np.int64), load.running.size - 1)
         is_running = at.u < load.last - 1e-6
         running = np.where(is_running, load.running[place] * at.scale, 0.0)
         cached = np.where(is_running, load.kv_tokens[place] * at.scale, 0.0)
-        share = np.maximum(at.engines - segment.engines, 0.0) / np.maximum(at.engines, 1.0)
-        stall_s = cached * share / np.maximum(segment.engines, 1e-9) / self.costs.prefill_tokens_per_s
-        is_queued = at.u < load.queue_until
-        over = np.maximum(running - slots, 0.0)
-        back = np.where(is_queued, over, 0.0)
+        share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
+        stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
+        back = np.where(at.u < load.queue_until, np.maximum(running - slots, 0.0), 0.0)
+        if not back.any():
+            return at, stall_s
         u = np.maximum(at.u - back * load.rest[place] / load.num_slots, 0.0)
-        steps = at.steps + self._waits(at, back, slots, place) if back.any() else at.steps
-        return replace(at, u=u, steps=steps), stall_s
+        return replace(at, u=u, steps=at.steps + self._waits(at, back, slots, place)), stall_s
 
     def _waits(self, at: At, back: Floats, slots: Floats, place: Ints) -> Floats:
         """By plan and lot: the steps by which sequences that are back in the queue delay a lot that has started.
@@ -303,7 +318,9 @@ class Forecast:
         """
         load = self.left.load
         runs = at.has_started & (at.ended_s > at.t[:, None])
-        nth = np.argsort(np.where(runs, at.steps, np.inf), axis=1, kind="stable").argsort(axis=1, kind="stable")
+        order = np.where(runs, at.steps, np.inf).argsort(axis=1, kind="stable")
+        nth = np.empty_like(order)
+        nth[np.arange(len(order))[:, None], order] = np.arange(order.shape[1])
         share = nth / np.maximum(runs.sum(axis=1), 1)[:, None]
         ended = load.num_ended[place][:, None] + share * (back * load.num_slots / slots)[:, None]
         at_count = np.minimum(ended * (COUNTS / max(load.num_ended[-1], 1.0)), COUNTS).astype(np.int64)
@@ -320,9 +337,10 @@ class Forecast:
         return by_count
 
     def _times(self, engines: Floats, scale: Floats, speed: Floats) -> Floats:
-        """By plan: seconds from u = 0 to each point of the grid."""
+        """By plan: seconds from u = 0 to each point of the grid. The speed follows from the engines."""
+        first, of_plan = alike(engines.tolist(), scale.tolist())
         load, cluster, decode = self.left.load, self.cluster, self.costs.decode
-        n = (scale / np.maximum(engines, 1e-9))[:, None]
+        n = (scale[first] / np.maximum(engines[first], 1e-9))[:, None]
         running, cached = load.running * n, load.kv_tokens * n
         over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
         line = (
@@ -330,11 +348,18 @@ class Forecast:
             + decode.per_sequence_s * np.minimum(running, cluster.max_running)
             + decode.per_kv_token_s * np.minimum(cached, cluster.kv_capacity_tokens)
         )
-        is_queued = np.arange(load.running.size) * load.step < load.queue_until
-        seconds = np.maximum(decode.floor_s, line) * over / np.where(is_queued, speed[:, None], 1.0) * load.step
-        times = np.zeros((engines.size, load.running.size + 1))
-        np.cumsum(np.minimum(seconds, NEVER_S), axis=1, out=times[:, 1:])
-        return times
+        seconds = np.maximum(decode.floor_s, line) * over
+        seconds[:, : self._num_queued] /= speed[first, None]
+        seconds *= load.step
+        times = np.zeros((len(first), load.running.size + 1))
+        np.minimum(seconds, NEVER_S, out=seconds).cumsum(axis=1, out=times[:, 1:])
+        return times[of_plan]
+
+    @cached_property
+    def _num_queued(self) -> int:
+        """Intervals of the grid that begin while sequences wait."""
+        load = self.left.load
+        return int(np.count_nonzero(np.arange(load.running.size) * load.step < load.queue_until))
 
     def _trained(self, at: At, segment: Segment, inferred_s: Floats, order: Ints) -> Trained:
         begin, none = at.t + segment.train_after_s, np.zeros((at.t.size, 0))
@@ -344,11 +369,11 @@ class Forecast:
         if not tokens.shape[1]:
             return Trained(begin + segment.fixed_s, none, none, begin)
         if at.is_mid.any():
-            before = np.cumsum(tokens, axis=1) - tokens
-            tokens = tokens - np.clip(at.trained_tokens[:, None] - before, 0.0, tokens)
+            before = tokens.cumsum(axis=1) - tokens
+            tokens = tokens - np.minimum(np.maximum(at.trained_tokens[:, None] - before, 0.0), tokens)
         rate = np.maximum(segment.rate, 1e-3)
         work = tokens / rate[:, None]
-        done = np.cumsum(work, axis=1)
+        done = work.cumsum(axis=1)
         # Without streaming the first lot too waits for the last one.
         earlier = done - work if self.left.streams else 0.0
         waits = np.maximum(since, begin[:, None]) - earlier

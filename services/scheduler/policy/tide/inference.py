@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from services.scheduler.policy.tide.segments import At, Segment
 from services.scheduler.state.observed import Floats, Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inference:
     """By plan and place: `order` has the lots in the order of their ends, and `ended_s` those ends."""
 
@@ -36,18 +37,28 @@ class Inference:
     order: Ints
     ended_s: Floats
 
+    @cached_property
+    def tokens(self) -> Floats:
+        """By plan and place: the lot's tokens."""
+        return self.left.lots.tokens[self.order]
+
+    @cached_property
+    def last_tokens(self) -> Floats:
+        """By plan and place: those of the last response of each of the lot's groups."""
+        return self.left.lots.last_tokens[self.order]
+
     def handed_on_s(self, at: At, segment: Segment) -> Floats:
         """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again, but
         for what was scored ahead."""
-        lots, begin = self.left.lots, (at.t + segment.infer_after_s)[:, None]
+        begin = (at.t + segment.infer_after_s)[:, None]
         is_left = at.inferred_s > at.t[:, None]
-        tokens = np.where(is_left, lots.tokens[self.order], 0.0)
+        tokens = np.where(is_left, self.tokens, 0.0)
         since, rate = np.where(is_left, np.maximum(self.ended_s, begin), -np.inf), self._rate(segment)
         if self.left.num_tokens_ahead is None:
             return np.where(is_left, _served(tokens / rate, since), at.inferred_s)
-        last = np.where(is_left, lots.last_tokens[self.order], 0.0)
+        last = np.where(is_left, self.last_tokens, 0.0)
         alone = since + last / max(self.cluster.inference_rate, 1e-3)
-        unscored = np.maximum(np.cumsum(tokens, axis=1) - at.ahead_tokens[:, None], 0.0)
+        unscored = np.maximum(tokens.cumsum(axis=1) - at.ahead_tokens[:, None], 0.0)
         ends = np.maximum(np.maximum(_served(last / rate, since), alone), begin + unscored / rate)
         return np.where(is_left, ends, at.inferred_s)
 
@@ -55,16 +66,15 @@ class Inference:
         """By plan: the tokens that are scored at `end_s`, of lots that are not handed on by then."""
         if self.left.num_tokens_ahead is None:
             return at.ahead_tokens
-        lots, order = self.left.lots, self.order
         was_left, is_left = at.inferred_s > at.t[:, None], inferred_s > end_s[:, None]
-        handed_on = np.where(was_left & ~is_left, lots.tokens[order], 0.0).sum(axis=1)
+        handed_on = np.where(was_left & ~is_left, self.tokens, 0.0).sum(axis=1)
         seconds = np.maximum(end_s - at.t - segment.infer_after_s, 0.0)
         scored = at.ahead_tokens + seconds * segment.inference * self.cluster.inference_rate - handed_on
-        share = np.clip(end_s[:, None] / np.maximum(self.ended_s, 1e-3), 0.0, 1.0)
-        ended = lots.ended_tokens[order]
-        early = ended + share * np.maximum(lots.tokens[order] - lots.last_tokens[order] - ended, 0.0)
-        there = np.where(is_left, np.where(share < 1.0, early, lots.tokens[order]), 0.0).sum(axis=1)
-        ahead: Floats = np.clip(scored, 0.0, there)
+        share = np.minimum(np.maximum(end_s[:, None] / np.maximum(self.ended_s, 1e-3), 0.0), 1.0)
+        ended = self.left.lots.ended_tokens[self.order]
+        early = ended + share * np.maximum(self.tokens - self.last_tokens - ended, 0.0)
+        there = np.where(is_left, np.where(share < 1.0, early, self.tokens), 0.0).sum(axis=1)
+        ahead: Floats = np.minimum(np.maximum(scored, 0.0), there)
         return ahead
 
     def _rate(self, segment: Segment) -> Floats:
@@ -75,6 +85,6 @@ class Inference:
 
 def _served(work: Floats, since: Floats) -> Floats:
     """By plan and place: when work ends that is done in this order, each not before `since`."""
-    done = np.cumsum(work, axis=1)
+    done = work.cumsum(axis=1)
     ends: Floats = done + np.maximum.accumulate(since - (done - work), axis=1)
     return ends

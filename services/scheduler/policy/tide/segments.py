@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.state.observed import Floats
+from services.scheduler.state.observed import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class At:
     ahead_tokens: Floats
     trained_tokens: Floats
     is_mid: NDArray[np.bool_]
+
+
+_NAMES = tuple(each.name for each in fields(At))
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,22 @@ class Trained:
 
     def seconds_until(self, at_s: Floats) -> Floats:
         """Seconds of work that are done at this time."""
-        seconds: Floats = np.clip(at_s[:, None] - self.begins_s, 0.0, self.work_s).sum(axis=1)
+        since_s = np.maximum(at_s[:, None] - self.begins_s, 0.0)
+        seconds: Floats = np.minimum(since_s, self.work_s).sum(axis=1)
         return seconds
 
 
-def merged(at: At, rest: At) -> At:
-    """`rest` for the plans that were in a minibatch, `at` for the others."""
+def rows_of(at: At, rows: Ints) -> At:
+    """The values of some plans, in this order."""
+    return At(**{name: getattr(at, name)[rows] for name in _NAMES})
+
+
+def merged(at: At, rows: Ints, rest: At) -> At:
+    """`rest` for the plans in these rows, `at` for the others."""
 
     def of(name: str) -> Any:
-        before, after = getattr(at, name), getattr(rest, name)
-        is_mid = at.is_mid.reshape(-1, *(1,) * (before.ndim - 1))
-        return np.where(is_mid, after, before)
+        values = np.array(getattr(at, name))
+        values[rows] = getattr(rest, name)
+        return values
 
-    return At(**{each.name: of(each.name) for each in fields(At)})
+    return At(**{name: of(name) for name in _NAMES})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.scheduler.policy.tide.rows import in_order, places_of, values_at
+from services.scheduler.policy.tide.rows import alike, in_order, places_of, values_at
 
 TIMES = np.array([[0.0, 1.0, 3.0, 7.0], [0.0, 10.0, 20.0, 21.0]])
 
@@ -23,3 +23,8 @@ def test_a_rows_places_are_where_its_values_are(values: tuple[float, float]) -> 
 
 def test_each_row_is_put_in_its_own_order() -> None:
     assert in_order(TIMES, np.array([[3, 0, 1, 2], [0, 1, 3, 2]])).tolist() == [[7, 0, 1, 3], [0, 10, 21, 20]]
+
+
+def test_rows_of_a_kind_have_all_keys_in_common() -> None:
+    first, place = alike([3, 1, 3, 3, 1], [0.5, 0.5, 0.5, 0.0, 0.5])
+    assert (first.tolist(), place.tolist()) == ([0, 1, 3], [0, 1, 0, 2, 1])
