@@ -72,7 +72,7 @@ def plan(transition: Transition, gpus: Mapping[GpuId, GpuRecord], *, job_version
             raise GpuBusy(f"GPU {move.gpu} is held by transition {record.transition}: wait until it is closed")
         _refuse_lost(record)
         _refuse_stale(record, token=move.planned_token, owner=move.source)
-        held.append(replace(record, transition=transition.id))
+        held.append(record.held_by(transition.id))
     return Change(transition, tuple(held))
 
 
@@ -200,7 +200,7 @@ def _stepped(
             token = _next_token(record, term)
             record = replace(record, state=GpuState.OWNED, owner=move.target, token=token)
             move = replace(move, granted_token=token)
-    return replace(move, state=to_state), record
+    return move.at(to_state), record
 
 
 def _next_state(move: Move, state: MoveState) -> MoveState | None:
@@ -268,7 +268,8 @@ def _refuse_not_held(record: GpuRecord, stored: Transition, move: Move) -> None:
 
 
 def _refuse_stale(record: GpuRecord, *, token: Token, owner: Owner | None) -> None:
-    if record.token != token or record.owner != owner:
+    # Tuples compare what is the same object at once, as mostly here, with hundreds of GPUs in a transition.
+    if (record.token, record.owner) != (token, owner):
         raise StaleToken(
             f"GPU {record.gpu} belongs to {record.owner or 'nobody'} under token {record.token}; the write was decided "
             f"on {owner or 'nobody'} under {token}: read the map and decide again"

@@ -28,12 +28,17 @@ class Needs:
         return Needs(self.commands + other.commands, self.notes + other.notes, self.failure or other.failure)
 
 
+def key_at(step: str, role: Role, lead: Lead) -> CommandId:
+    """The id of a command to this lead. `step` is the whole path `<transition or iteration>/<step>`."""
+    return CommandId(f"{step}/{role}/e{lead.epoch}")
+
+
 def header(
     state: ClusterState, role: Role, lead: Lead, *, step: str, now_ms: int, transition_id: str = ""
 ) -> cmd.Header:
-    """`step` is the whole path `<transition or iteration>/<step>`. The id adds the component and the lead's epoch."""
+    """`step` is that of the id (`key_at`)."""
     return cmd.Header(
-        id=CommandId(f"{step}/{role}/e{lead.epoch}"),
+        id=key_at(step, role, lead),
         job=state.job,
         incarnation=state.incarnation,
         role=role,

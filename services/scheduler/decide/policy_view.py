@@ -147,7 +147,7 @@ def _generation(picture: Generation, inferring: Inferring, held: tuple[GpuId, ..
     if is_stale:
         in_groups = places.reshape(-1, picture.group_size)
         in_groups[ended] = np.where(in_groups[ended] > ENDED, ENDED, in_groups[ended])
-    queue = np.array(picture.queue, dtype=np.int64)
+    queue = picture.in_queue
     return replace(
         picture,
         engines=(*_with_counts(engines, places), *new),

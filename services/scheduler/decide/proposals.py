@@ -31,8 +31,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from services.scheduler.decide.homes import Home, home_of, without
 from services.scheduler.decide.policy_view import situation_of
@@ -76,9 +77,8 @@ def proposal_of(state: ClusterState, policy: Policy, now_ms: int) -> PolicyAnswe
     situation = situation_of(state, now_ms, home=home.spec)
     if situation is None:
         return _present_placement(state, policy, home, "not every component has reported the iteration yet")
-    answer = answer_of(
-        policy, situation, home.gone, drained=home.drained, closed_to_trainer=_closed_to_trainer(state, state.spec)
-    )
+    closed = partial(_closed_to_trainer, state, state.spec)
+    answer = answer_of(policy, situation, home.gone, drained=home.drained, closed_to_trainer=closed)
     return _with_manual_note(answer, state, home)
 
 
@@ -88,10 +88,10 @@ def answer_of(
     gone: frozenset[GpuId] = frozenset(),
     *,
     drained: frozenset[GpuId] = frozenset(),
-    closed_to_trainer: frozenset[GpuId] = frozenset(),
+    closed_to_trainer: Callable[[], frozenset[GpuId]] = frozenset,
 ) -> PolicyAnswer:
     """`gone`: lost GPUs that the job goes on without. `drained`: GPUs that a person took away from it.
-    `closed_to_trainer`: GPUs that the trainer cannot come to now."""
+    `closed_to_trainer` gives the GPUs that the trainer cannot come to now: it is asked where the trainer is to move."""
     choice = policy.choose(situation)
     assignment, trains, reason = choice.assignment, choice.trains, choice.reason
     remembered = choice.remembered(situation)
@@ -132,13 +132,13 @@ def _work_without_gpus(situation: Situation, assignment: Assignment) -> str:
     return "" if assignment.trainer or not num_left else f"{num_left} minibatches are not trained"
 
 
-def _is_where_it_trains(situation: Situation, assignment: Assignment, closed: frozenset[GpuId]) -> bool:
+def _is_where_it_trains(situation: Situation, assignment: Assignment, closed: Callable[[], frozenset[GpuId]]) -> bool:
     """A trainer that is to move begins no minibatch before: the others would wait for the end of that minibatch."""
     placed, target = situation.trainer.placed, assignment.trainer
     if placed is None or placed == target:
         return True
     # Avoid a job that stands still: nobody knows when the instance returns that the move waits for.
-    return target is not None and not closed.isdisjoint(set(target.gpus).difference(placed.gpus))
+    return target is not None and not closed().isdisjoint(set(target.gpus).difference(placed.gpus))
 
 
 def _closed_to_trainer(state: ClusterState, spec: JobSpec) -> frozenset[GpuId]:

@@ -9,7 +9,7 @@ the policy chooses meanwhile: otherwise a lead that took the command before the 
 
 from __future__ import annotations
 
-from services.scheduler.decide.needs import Needs, header
+from services.scheduler.decide.needs import Needs, header, key_at
 from services.scheduler.policy import Proposal
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
@@ -31,10 +31,10 @@ def _hold(state: ClusterState, iteration: Iteration, proposal: Proposal, now_ms:
     if lead is None:
         return Needs()
     step = f"{state.job}/{state.incarnation}/i{iteration.plan.iteration}/hold-{steering.num_holds}"
-    head = header(state, Role.ACTOR, lead, step=step, now_ms=now_ms)
-    if head.id not in state.expectations and steering.is_held != proposal.trains:
+    if key_at(step, Role.ACTOR, lead) not in state.expectations and steering.is_held != proposal.trains:
         return Needs()
     holds = not steering.is_held
+    head = header(state, Role.ACTOR, lead, step=step, now_ms=now_ms)
     command = cmd.HoldTraining(head, iteration.plan.iteration, holds)
     return Needs((command,), ("the actor begins no minibatch" if holds else "the actor may train on",))
 

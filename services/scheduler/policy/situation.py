@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
+from services.scheduler.policy.lengths_law import final_lengths
+from services.scheduler.policy.supported_law import supported_law
 from services.scheduler.state.costs import Costs, LengthLaw
 from services.scheduler.state.layouts import engine_size
-from services.scheduler.state.observed import Engine, Generation, Inferring, Ints, Training
+from services.scheduler.state.observed import Engine, Floats, Generation, Inferring, Ints, Training
 from services.scheduler.state.remembered import Assignment, PolicyMemory, Remembered
 from services.scheduler.state.values import JobSpec, Placed
 from tidegate.types import GpuId
@@ -96,6 +99,12 @@ class Situation:
     @property
     def num_sequences(self) -> int:
         return len(self.generation.lengths)
+
+    @cached_property
+    def expected_lengths(self) -> Floats:
+        """By sequence: the tokens that it is expected to end with, under the law that the iteration supports. Kept,
+        because a decision may search twice."""
+        return final_lengths(self.generation, supported_law(self.generation, self.lengths))
 
     @property
     def inference_tokens_per_s_per_gpu(self) -> float:

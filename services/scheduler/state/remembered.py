@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 from services.scheduler.state.layouts import Replica, engine_size, replicas
 from services.scheduler.state.values import JobSpec, Placed
@@ -38,15 +39,16 @@ class Assignment:
                 f"trainer on {len(self.trainer.gpus)} GPUs with layout {self.trainer.layout}: it has {ranks} ranks; "
                 f"assign {ranks} GPUs or another layout"
             )
-        twice = sorted(gpu for gpu, count in Counter(self.gpus).items() if count > 1)
-        if twice:
+        gpus = self.gpus
+        if len(set(gpus)) < len(gpus):
+            twice = sorted(gpu for gpu, count in Counter(gpus).items() if count > 1)
             raise ValueError(f"{len(twice)} GPUs are assigned twice ({', '.join(twice)}); assign each GPU once")
 
     @property
     def gpus(self) -> tuple[GpuId, ...]:
         """All assigned GPUs: the rollout's, then the trainer's, then inference's."""
         trainer = self.trainer.gpus if self.trainer else ()
-        return (*(gpu for engine in self.engines for gpu in engine), *trainer, *self.inference)
+        return (*chain.from_iterable(self.engines), *trainer, *self.inference)
 
     def __str__(self) -> str:
         rollout = sum(map(len, self.engines))

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.lengths_law import final_lengths
 from services.scheduler.policy.situation import Alternative, Situation
-from services.scheduler.policy.supported_law import supported_law
 from services.scheduler.policy.tide.cluster import Cluster, Plans, can_move, cluster_of
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
@@ -123,10 +121,9 @@ class Foresight:
         return _of_two(lent, found, "every component at home", is_other=is_kept), is_kept
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
-        final = final_lengths(situation.generation, supported_law(situation.generation, situation.lengths))
         waiting = queue_in(situation, order) if order else None
         num_slots = max(1, cluster.num_engines) * cluster.max_running
-        left = outlook(situation, final, num_slots=num_slots, waiting=waiting)
+        left = outlook(situation, situation.expected_lengths, num_slots=num_slots, waiting=waiting)
         return Forecast(left, cluster, situation.costs)
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:

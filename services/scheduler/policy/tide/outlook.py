@@ -127,7 +127,7 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
     """`final`: the lengths that all sequences end with. `waiting`: the queue in another order; None keeps its own."""
     picture = situation.generation
     context = context_tokens(picture)
-    queue = np.array(picture.queue, dtype=np.int64) if waiting is None else waiting
+    queue = picture.in_queue if waiting is None else waiting
     left = np.where(picture.is_unfinished, final - picture.length_of, 0.0)
     starts = np.zeros(left.size)
     if queue.size:

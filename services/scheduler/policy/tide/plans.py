@@ -34,7 +34,6 @@ import numpy as np
 from services.scheduler.policy.situation import Alternative
 from services.scheduler.policy.tide.cluster import Cluster, Plans
 from services.scheduler.policy.tide.forecast import Forecast
-from services.scheduler.state.observed import Ints
 
 START_STEPS = (0.008, 0.024, 0.08)
 FAMILY_STARTS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.32)
@@ -173,29 +172,36 @@ def _inference_step(cluster: Cluster) -> int:
 
 def _changes(
     num: int, cluster: Cluster, span_s: float, *, infers_ahead: bool
-) -> Iterator[tuple[float, float, Ints, Ints]]:
+) -> Iterator[tuple[float, float, list[int], list[int]]]:
     """Changes of a plan: of the trainer's and of inference's start in seconds, and by minibatch of their GPUs."""
-    none, here = np.zeros(num, dtype=np.int64), np.arange(num)
+    none = [0] * num
+
+    def only(at: int, by: int) -> list[int]:
+        return [by if here == at else 0 for here in range(num)]
+
+    def onwards(at: int, by: int) -> list[int]:
+        return [by if here >= at else 0 for here in range(num)]
+
     units = [step * cluster.unit_size for step in _steps(cluster)]
     if not cluster.is_open and not cluster.num_trainer_gpus:
         for share in START_STEPS:
             for sign in (-1, 1):
                 by_s = sign * share * span_s
                 yield by_s, by_s, none, none
-                yield by_s, by_s, np.where(here == 0, sign * units[0], 0), none
+                yield by_s, by_s, only(0, sign * units[0]), none
                 if infers_ahead:
                     yield by_s, 0.0, none, none
                     yield 0.0, by_s, none, none
     for at in range(num):
         for step in units if at < 3 else units[-2:]:
             for sign in (-1, 1):
-                yield 0.0, 0.0, np.where(here == at, sign * step, 0), none
+                yield 0.0, 0.0, only(at, sign * step), none
                 if at < num - 1:
-                    yield 0.0, 0.0, np.where(here >= at, sign * step, 0), none
+                    yield 0.0, 0.0, onwards(at, sign * step), none
     for at in range(min(num, 2)):
         for sign in (-1, 1):
-            change = np.where(here == at, sign * max(cluster.unit_size, _inference_step(cluster)), 0)
-            yield 0.0, 0.0, change, -change
+            by = sign * max(cluster.unit_size, _inference_step(cluster))
+            yield 0.0, 0.0, only(at, by), only(at, -by)
 
 
 def _steps(cluster: Cluster) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from tidegate.types import MinibatchOrder
 def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
     """The waiting sequences, sorted by an order of prompts."""
     picture = situation.generation
-    queue = np.array(picture.queue, dtype=np.int64)
+    queue = picture.in_queue
     place = np.full(picture.num_groups, len(order), dtype=np.int64)
     place[list(order)] = np.arange(len(order))
     ordered: Ints = queue[np.argsort(place[queue // picture.group_size], kind="stable")]

@@ -130,7 +130,7 @@ def test_a_trainer_that_is_to_change_begins_no_minibatch_before_it_has_changed(n
 def test_a_trainer_whose_change_waits_for_an_instance_trains_where_it_is(closed: tuple[GpuId, ...], want: bool) -> None:
     job_spec = job(actor=2, rollout=4, inference=2, prompts=8, minibatches=2)
     situation = seen(job_spec, as_configured(job_spec))
-    assert answer_of(Growing(4), situation, closed_to_trainer=frozenset(closed)).proposal.trains is want
+    assert answer_of(Growing(4), situation, closed_to_trainer=lambda: frozenset(closed)).proposal.trains is want
 
 
 BACK: dict[str, tuple[dict[str, Any], Assignment, str]] = {
