@@ -36,7 +36,7 @@ from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.types import NodeId
-from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
 
 UP_TIMEOUT_S = 60.0
 """It takes 2 s. A store with a long history is read again first."""
@@ -197,6 +197,14 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
             if time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def gpus(output_dir: Path) -> list[control_pb2.GpuStatus]:
+    """Those of the cluster of this folder; none where no cluster is up."""
+    with suppress(NoCluster):
+        async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+            return list((await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())).gpus)
+    return []
 
 
 async def cancelled(output_dir: Path, job: str) -> bool:

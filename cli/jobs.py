@@ -7,7 +7,7 @@ Invariant: the rows of a live job and of a finished one have the same columns, s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -210,6 +210,10 @@ def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:
 async def gpu_rows(folder: JobFolder) -> list[Row]:
     async with control_of(folder) as control:
         answer = await control.ListGpus(control_pb2.ListGpusRequest())
+    return gpu_status_rows(answer.gpus)
+
+
+def gpu_status_rows(gpus: Iterable[control_pb2.GpuStatus]) -> list[Row]:
     return [
         {
             "gpu": gpu.gpu,
@@ -219,7 +223,7 @@ async def gpu_rows(folder: JobFolder) -> list[Row]:
             "token": str(Token(gpu.token.term, gpu.token.counter)),
             "transition": gpu.transition_id,
         }
-        for gpu in answer.gpus
+        for gpu in gpus
     ]
 
 

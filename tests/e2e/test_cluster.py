@@ -117,6 +117,7 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert "never" in {row["job"] for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
     cluster.run("cancel", "never")
     cluster.until("never", state="cancelled")
+    assert len(json.loads(cluster.run("get", "gpus", "-o", "json"))) == 6
     for job in ("one", "two", "late"):
         cluster.until(job, state="finished")
     told = cluster.told()

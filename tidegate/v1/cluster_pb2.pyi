@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tidegate.v1 import control_pb2 as _control_pb2
 from tidegate.v1 import events_pb2 as _events_pb2
 import builtins as _builtins
 import sys
@@ -154,6 +155,41 @@ class Submission(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submission: _TypeAlias = Submission  # noqa: Y015
+
+@_typing.final
+class ListClusterGpusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClusterGpusRequest: _TypeAlias = ListClusterGpusRequest  # noqa: Y015
+
+@_typing.final
+class ListClusterGpusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.GpuStatus]: ...
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[_control_pb2.GpuStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClusterGpusResponse: _TypeAlias = ListClusterGpusResponse  # noqa: Y015
 
 @_typing.final
 class CancelSubmissionRequest(_message.Message):

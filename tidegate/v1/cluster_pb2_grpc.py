@@ -44,6 +44,11 @@ class ClusterStub:
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsResponse.FromString,
                 _registered_method=True)
+        self.ListClusterGpus = channel.unary_unary(
+                '/tidegate.v1.Cluster/ListClusterGpus',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
+                _registered_method=True)
         self.CancelSubmission = channel.unary_unary(
                 '/tidegate.v1.Cluster/CancelSubmission',
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.SerializeToString,
@@ -67,6 +72,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListClusterGpus(self, request, context):
+        """The ownership map: all GPUs of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelSubmission(self, request, context):
         """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay.
         """
@@ -86,6 +98,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListSubmissions,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsResponse.SerializeToString,
+            ),
+            'ListClusterGpus': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClusterGpus,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.SerializeToString,
             ),
             'CancelSubmission': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelSubmission,
@@ -147,6 +164,33 @@ class Cluster:
             '/tidegate.v1.Cluster/ListSubmissions',
             tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsRequest.SerializeToString,
             tidegate_dot_v1_dot_cluster__pb2.ListSubmissionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListClusterGpus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Cluster/ListClusterGpus',
+            tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
             options,
             channel_credentials,
             insecure,

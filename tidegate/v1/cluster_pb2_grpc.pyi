@@ -34,6 +34,8 @@ class ClusterStub:
     SubmitJob: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SubmitJobRequest, _cluster_pb2.SubmitJobResponse]
     """Puts a job into the queue. The same call again changes nothing."""
     ListSubmissions: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]
+    ListClusterGpus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]
+    """The ownership map: all GPUs of the cluster."""
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
 
@@ -43,6 +45,8 @@ class ClusterAsyncStub(ClusterStub):
     SubmitJob: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SubmitJobRequest, _cluster_pb2.SubmitJobResponse]  # type: ignore[assignment]
     """Puts a job into the queue. The same call again changes nothing."""
     ListSubmissions: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]  # type: ignore[assignment]
+    ListClusterGpus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]  # type: ignore[assignment]
+    """The ownership map: all GPUs of the cluster."""
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
 
@@ -61,6 +65,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ListSubmissionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ListSubmissionsResponse, _abc.Awaitable[_cluster_pb2.ListSubmissionsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListClusterGpus(
+        self,
+        request: _cluster_pb2.ListClusterGpusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ListClusterGpusResponse, _abc.Awaitable[_cluster_pb2.ListClusterGpusResponse]]:
+        """The ownership map: all GPUs of the cluster."""
 
     @_abc_1.abstractmethod
     def CancelSubmission(

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
 from services.scheduler.cluster.queue import in_turn
+from services.scheduler.shell.control import gpu_statuses
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import misfit, needs_of
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -69,6 +70,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.ListSubmissionsResponse(
             submissions=[_encoded(each, num_ahead=ahead.get(each.job)) for each in found.values()]
         )
+
+    async def ListClusterGpus(
+        self, request: cluster_pb2.ListClusterGpusRequest, context: Any
+    ) -> cluster_pb2.ListClusterGpusResponse:
+        return cluster_pb2.ListClusterGpusResponse(gpus=gpu_statuses(await self._loop.gpus()))
 
     async def CancelSubmission(
         self, request: cluster_pb2.CancelSubmissionRequest, context: Any

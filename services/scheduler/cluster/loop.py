@@ -39,6 +39,7 @@ from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import (
     GateState,
     GpuBusy,
+    GpuRecord,
     StaleToken,
     StoreDamaged,
     StoreNotAdopted,
@@ -98,6 +99,10 @@ class ClusterLoop:
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
         return _parsed((await self._once_open(self.store.submissions)).texts)
+
+    async def gpus(self) -> dict[GpuId, GpuRecord]:
+        """The ownership map. As `change` for a store that does not answer."""
+        return await self._once_open(self.store.gpus)
 
     async def change(self, job: JobId, decide: Callable[[Submission | None], Submission]) -> Submission:
         """Writes what `decide` makes of a job's record, and wakes the loop.

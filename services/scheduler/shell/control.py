@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from services.scheduler.state.values import Placed, total
 from tidegate.codec import decode_layout, encode_grants, encode_layout, encode_role, encode_token, require
 from tidegate.events import EventBody
 from tidegate.logs import without_credentials
+from tidegate.ownership.records import GpuRecord
 from tidegate.ports.bus import DeadLetters, EventLog, UnknownDeadLetter
 from tidegate.ports.store import OwnershipMap
 from tidegate.runtime.announcer import Announcer
@@ -115,19 +116,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def ListGpus(self, request: control_pb2.ListGpusRequest, context: Context) -> control_pb2.ListGpusResponse:
-        records = await self._gpus.gpus()
-        rows = [
-            control_pb2.GpuStatus(
-                gpu=gpu,
-                state=record.state,
-                job=record.owner.job if record.owner else "",
-                role=encode_role(record.owner.role) if record.owner else types_pb2.ROLE_UNSPECIFIED,
-                token=encode_token(record.token),
-                transition_id=record.transition or "",
-            )
-            for gpu, record in sorted(records.items())
-        ]
-        return control_pb2.ListGpusResponse(gpus=rows)
+        return control_pb2.ListGpusResponse(gpus=gpu_statuses(await self._gpus.gpus()))
 
     async def ListEvents(
         self, request: control_pb2.ListEventsRequest, context: Context
@@ -326,6 +315,21 @@ def _lines_after(path: Path, offset: int) -> tuple[list[str], int]:
         content = stream.read()
     end = content.rfind(b"\n") + 1
     return content[:end].decode(errors="replace").splitlines(), offset + end
+
+
+def gpu_statuses(records: Mapping[GpuId, GpuRecord]) -> list[control_pb2.GpuStatus]:
+    """The ownership map as the wire has it, by name."""
+    return [
+        control_pb2.GpuStatus(
+            gpu=gpu,
+            state=record.state,
+            job=record.owner.job if record.owner else "",
+            role=encode_role(record.owner.role) if record.owner else types_pb2.ROLE_UNSPECIFIED,
+            token=encode_token(record.token),
+            transition_id=record.transition or "",
+        )
+        for gpu, record in sorted(records.items())
+    ]
 
 
 def write_endpoint(path: Path, *, endpoint: str, pid: int, credential: Path) -> None:

@@ -240,6 +240,8 @@ async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab
     with pytest.raises(UnknownSubmission, match="no job 'two'"):
         await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="two"), None)
     await servicer.SubmitJob(request("two", 3), None)
+    gpus = (await servicer.ListClusterGpus(cluster_pb2.ListClusterGpusRequest(), None)).gpus
+    assert {(each.gpu, each.state, each.job) for each in gpus} == {(gpu, "free", "") for gpu in ALL}
     listed = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
     assert [(each.job, each.state, each.num_gpus, each.message) for each in listed] == [
         ("one", "queued", 4, "waits for 4 GPUs"),
