@@ -6,5 +6,10 @@ from services.actor.lead import ActorLead
 from tidegate.runtime.service import run_instance
 from tidegate.types import Role
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_instance(Role.ACTOR, worker_entry="services.actor.worker:main", make_lead=ActorLead)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,5 +6,10 @@ from services.inference.lead import InferenceLead
 from tidegate.runtime.service import run_instance
 from tidegate.types import Role
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_instance(Role.INFERENCE, worker_entry="services.inference.worker:main", make_lead=InferenceLead)
+
+
+if __name__ == "__main__":
+    main()

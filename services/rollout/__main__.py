@@ -6,5 +6,10 @@ from services.rollout.lead import RolloutLead
 from tidegate.runtime.service import run_instance
 from tidegate.types import Role
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_instance(Role.ROLLOUT, worker_entry="services.rollout.worker:main", make_lead=RolloutLead)
+
+
+if __name__ == "__main__":
+    main()

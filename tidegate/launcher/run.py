@@ -61,7 +61,7 @@ from tidegate.runtime.cancellation import raise_if_cancelled
 from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
-from tidegate.runtime.processes import ServiceEnd
+from tidegate.runtime.processes import ServiceEnd, StartChild
 from tidegate.runtime.server_kinds import ServerGuard
 from tidegate.runtime.service import connect_bus
 from tidegate.timeline import Window, read_spans, write_trace
@@ -107,8 +107,8 @@ async def check_job(request: RunRequest) -> Job:
     return job
 
 
-async def run_job(request: RunRequest, view: View) -> Outcome:
-    """The outcome of the run.
+async def run_job(request: RunRequest, view: View, *, start_child: StartChild | None = None) -> Outcome:
+    """The outcome of the run. `start_child` starts the services' processes (`Supervisor`).
 
     Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
     """
@@ -128,7 +128,7 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
             with claiming as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
-                run = _Run(claim, request, view, start_ns=start_ns)
+                run = _Run(claim, request, view, start_ns=start_ns, start_child=start_child)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
             if not signals:
@@ -203,7 +203,10 @@ def _nothing_done(request: RunRequest, message: str, *, start_ns: int, stopped_b
 class _Run:
     """One run in its claimed folder."""
 
-    def __init__(self, claim: Claim, request: RunRequest, view: View, *, start_ns: int) -> None:
+    def __init__(
+        self, claim: Claim, request: RunRequest, view: View, *, start_ns: int, start_child: StartChild | None
+    ) -> None:
+        self._start_child = start_child
         self._claim = claim
         self._folder = claim.folder
         self._config = claim.config
@@ -316,7 +319,11 @@ class _Run:
             self._follower = JobFollower(bus, self._config, self._folder, self._view, gives_up_after_s=gives_up_after_s)
             closing.push_async_callback(self._keep_events, self._follower)
             services = JobServices(
-                self._config, self._folder, sockets=host_memory_folder(self._request.config), boot=self._claim.boot
+                self._config,
+                self._folder,
+                sockets=host_memory_folder(self._request.config),
+                boot=self._claim.boot,
+                start_child=self._start_child,
             )
             closing.push_async_callback(services.stop)
             closing.push_async_callback(self._follower.look_once_more)

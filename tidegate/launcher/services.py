@@ -36,7 +36,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.device_slots import DeviceKind
 from tidegate.job import JobFolder
 from tidegate.runtime.large_copies import with_large_copies
-from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
+from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor
 from tidegate.types import NodeId, Role, instance_id
 
 SCHEDULER = "scheduler"
@@ -55,15 +55,17 @@ _TRACKER_GRACE_S = 2.0
 
 
 class JobServices:
-    """The processes of one job. Only this user can read the folder `sockets`."""
+    """The processes of one job. Only this user can read the folder `sockets`. `start_child` is the supervisor's."""
 
-    def __init__(self, config: JobConfig, folder: JobFolder, *, sockets: Path, boot: int) -> None:
+    def __init__(
+        self, config: JobConfig, folder: JobFolder, *, sockets: Path, boot: int, start_child: StartChild | None = None
+    ) -> None:
         self._config = config
         self._folder = folder
         self._attempt = folder.attempt()
         self._sockets = sockets
         self._boot = boot
-        self._supervisor = Supervisor()
+        self._supervisor = Supervisor(start_child)
         self._log = structlog.get_logger("services")
         self._started: list[str] = []
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 
 from tidegate.runtime.launch import WorkerFds, WorkerSpec, resolve
 from tidegate.runtime.process_title import set_process_title
@@ -21,7 +22,7 @@ from tidegate.runtime.slot_clock import SlotClock
 from tidegate.runtime.worker import WorkerChannel, die_with_service
 
 _PR_SET_PDEATHSIG = 1
-_RESET_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+RESET_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -38,9 +39,9 @@ def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
     clock = SlotClock(time.monotonic_ns)
     status = 1
     try:
-        _take_log(spec)
+        take_log(spec.log_path)
         set_process_title(spec.title)
-        for number in _RESET_SIGNALS:
+        for number in RESET_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.environ.update(spec.env)
         _reseed()
@@ -65,8 +66,9 @@ def run_worker_process(spec: WorkerSpec, fds: WorkerFds) -> int:
     return status
 
 
-def _take_log(spec: WorkerSpec) -> None:
-    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def take_log(path: Path | str) -> None:
+    """Everything that this process prints goes to the file, which only this user can read. Stdin has nothing."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(nothing, 0)
     os.dup2(log, 1)

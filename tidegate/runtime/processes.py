@@ -25,10 +25,11 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
@@ -63,10 +64,27 @@ class ServiceEnd:
     restarts_in_s: float | None
 
 
-class Supervisor:
-    """See the module head. Use it on the thread that lives as long as the launcher: the main one."""
+class Child(Protocol):
+    """A process that this one waits for."""
 
-    def __init__(self) -> None:
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """The exit status, negative for a signal."""
+        ...
+
+
+StartChild = Callable[[ServiceSpec], Child]
+"""Starts a service's process, as a child of this one that leads a session and dies with it."""
+
+
+class Supervisor:
+    """See the module head. Use it on the thread that lives as long as the launcher: the main one. Without `start_child`
+    a service is a new program (`started`)."""
+
+    def __init__(self, start_child: StartChild | None = None) -> None:
+        self._start_child = start_child or started
         self._services: dict[str, _Service] = {}
         self._ends: asyncio.Queue[ServiceEnd] = asyncio.Queue()
 
@@ -78,7 +96,7 @@ class Supervisor:
             raise ValueError(f"service {spec.name}: {spec.command[0]!r} is not the absolute path of a program")
         # A restarted service goes to the end of the order.
         self._services.pop(spec.name, None)
-        self._services[spec.name] = _Service(spec, self._ends)
+        self._services[spec.name] = _Service(spec, self._ends, self._start_child)
         return self._services[spec.name].pid
 
     def pid(self, name: str) -> int | None:
@@ -103,8 +121,9 @@ class Supervisor:
 class _Service:
     """One service over its restarts."""
 
-    def __init__(self, spec: ServiceSpec, ends: asyncio.Queue[ServiceEnd]) -> None:
+    def __init__(self, spec: ServiceSpec, ends: asyncio.Queue[ServiceEnd], start_child: StartChild) -> None:
         self._spec = spec
+        self._start_child = start_child
         self._ends = ends
         self._stopping = asyncio.Event()
         self._restarts: deque[float] = deque()
@@ -143,7 +162,7 @@ class _Service:
             self._spawn()
 
     def _spawn(self) -> None:
-        self._process = _spawn(self._spec)
+        self._process = self._start_child(self._spec)
         self._is_up = True
         self._started_s = asyncio.get_running_loop().time()
 
@@ -211,9 +230,13 @@ async def _end_session(session: int) -> None:
                         await until_readable(pidfd)
                 finally:
                     os.close(pidfd)
+            # An orphan of a launcher that is a subreaper is its child.
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 # it is dead
 
 
-def _spawn(spec: ServiceSpec) -> subprocess.Popen[bytes]:
+def started(spec: ServiceSpec) -> Child:
+    """The process of a service, as a new program."""
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     # For this user only: a log line has its secrets removed, but the output of a process has not.
     with open(spec.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:

@@ -1,0 +1,1 @@
+"""A service for the tests of the spawner."""

@@ -1,0 +1,104 @@
+"""Services that are forks of a process that has imported them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tidegate.json_text import parse_json
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SERVICE = "tests.integration.runtime.spawned"
+LAUNCHER = """
+import asyncio, json, os, sys
+from pathlib import Path
+from tidegate.runtime.processes import ServiceSpec, Supervisor
+from tidegate.runtime.spawner import Spawner
+
+what, folder, module, loses_it = sys.argv[1:5]
+spawner = Spawner.begin(["tests.integration.runtime.spawned"])
+assert spawner is not None
+
+async def main():
+    supervisor = Supervisor(spawner.start)
+    if loses_it == "True":
+        os.kill(spawner._pid, 9)
+        os.waitid(os.P_PID, spawner._pid, os.WEXITED | os.WNOWAIT)
+    command = (sys.executable, "-m", module, what, folder + "/told")
+    supervisor.start(ServiceSpec("s", command, Path(folder, "log"), env={"WORD": "given"}))
+    print(supervisor.pid("s"), flush=True)
+    if what == "stay" and sys.stdin.read() == "":
+        ended = (await supervisor.stop("s"))[0]
+    else:
+        ended = await supervisor.next_end()
+    print(json.dumps([ended.pid, ended.exit_status]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def launched(folder: Path, what: str, *, module: str = SERVICE, loses_it: bool = False) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, what, str(folder), module, str(loses_it)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(folder: Path) -> dict[str, Any]:
+    return dict(parse_json((folder / "told").read_text()))
+
+
+@pytest.mark.parametrize(("what", "status"), [("raise", 1), ("leave", 74), ("return", 3), ("none", 0)])
+def test_a_service_ends_with_its_own_status_and_prints_into_its_log(tmp_path: Path, what: str, status: int) -> None:
+    out, _ = launched(tmp_path, what).communicate(timeout=60)
+    pid, end = out.splitlines()
+    assert parse_json(end) == [int(pid), status]
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("printed\n")
+    assert ("RuntimeError: as the test wants it" in log) is (what == "raise")
+
+
+def test_a_service_is_a_child_of_its_launcher_and_dies_with_it(tmp_path: Path) -> None:
+    launcher = launched(tmp_path, "stay")
+    assert launcher.stdout is not None
+    service, log = psutil.Process(int(launcher.stdout.readline())), tmp_path / "log"
+    while not (log.exists() and "printed" in log.read_text()):
+        time.sleep(0.01)
+    found = told(tmp_path)
+    assert (found["pid"], found["parent"], found["session"]) == (service.pid, launcher.pid, service.pid)
+    assert found["word"] == "given"
+    assert found["fds"] == [0, 1, 2], "none of the spawner's, and not the one of the file that it writes"
+    assert SERVICE in " ".join(service.cmdline())
+    children = psutil.Process(launcher.pid).children()
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    _, alive = psutil.wait_procs([service, *children], timeout=10)
+    assert not alive
+
+
+def test_a_service_that_is_asked_to_stop_is_reaped_by_its_launcher(tmp_path: Path) -> None:
+    launcher = launched(tmp_path, "stay")
+    out, _ = launcher.communicate(timeout=60)
+    pid, end = out.splitlines()
+    assert parse_json(end) == [int(pid), -signal.SIGTERM]
+
+
+@pytest.mark.parametrize("loses_it", [False, True])
+def test_what_the_spawner_does_not_have_is_started_as_a_new_program(tmp_path: Path, loses_it: bool) -> None:
+    module = SERVICE if loses_it else f"{SERVICE}.__main__"
+    out, _ = launched(tmp_path, "return", module=module, loses_it=loses_it).communicate(timeout=60)
+    *_, pid, end = out.splitlines()
+    assert parse_json(end) == [int(pid), 3]
+    assert told(tmp_path)["word"] == "given"
