@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.policy import lengths_law, opening_order, supported_law, trainer_rates
+from services.scheduler.policy import lengths_law, opening_order, situation, supported_law, trainer_rates
 from services.scheduler.policy.lengths_law import Observed, prior
 from services.scheduler.policy.situation import Choice, Situation, Split
 from services.scheduler.policy.tide import foresight, outlook, plans, seating, tide_policy
@@ -159,7 +159,7 @@ def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
     return (Instead(owner, name, _value(value)),)
 
 
-_LAW_AS_TOLD = _named(foresight, "supported_law", _law_as_told)
+_LAW_AS_TOLD = _named(situation, "supported_law", _law_as_told)
 
 PARTS: Mapping[str, Part] = {
     NOTHING: Part(_named(outlook, "GRID", 127)),
