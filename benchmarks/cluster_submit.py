@@ -52,16 +52,16 @@ def _cold(folder: Path, job: str) -> float:
     command = _command("run", str(_config(folder, job)), "--output-dir", str(folder / "cold"))
     began = time.time()
     subprocess.run(command, check=True, capture_output=True)
-    return _reported_s(JobFolder(folder / "cold" / job)) - began
+    return reported_s(JobFolder(folder / "cold" / job)) - began
 
 
 def _submitted(folder: Path, job: str) -> float:
     path, began = _config(folder, job), time.time()
     _tidegate("submit", str(path), "--follow", "--output-dir", str(folder / "warm"))
-    return _reported_s(JobFolder(folder / "warm" / job)) - began
+    return reported_s(JobFolder(folder / "warm" / job)) - began
 
 
-def _reported_s(folder: JobFolder) -> float:
+def reported_s(folder: JobFolder) -> float:
     """When the actor reported the first iteration, in seconds since 1970."""
     for line in folder.events.read_text().splitlines():
         event = parse_json(line)["event"]

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from cli.rows import Form, Row, answer_text
@@ -28,13 +29,16 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
+from tidegate.config.sections.job import ClusterSection
 from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
+from tidegate.runtime.cuda import cuda_fault
 from tidegate.types import NodeId
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
 
@@ -71,11 +75,14 @@ def nodes_of(words: list[str]) -> dict[NodeId, int]:
 
 def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     """Starts the cluster's agent, and returns once the cluster takes jobs. NotUp."""
-    folder, nodes = ClusterFolder.of(output_dir), nodes_of(args.node)
+    folder, slots = ClusterFolder.of(output_dir), Slots(nodes_of(args.node), args.device, args.slots_per_gpu)
     if (pid := agent_pid(folder)) is not None:
         raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
+    of_a_job = ClusterSection.model_construct(nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu)
+    if fault := cuda_fault(of_a_job):
+        raise NotUp(fault)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = ("--output-dir", str(output_dir), "--nodes", json.dumps(nodes), "--device", args.device)
+    words = ("--output-dir", str(output_dir), "--slots", json.dumps(asdict(slots)))
     command = [sys.executable, "-m", "services.node", *words]
     log = folder.logs / "agent.out"
     log.unlink(missing_ok=True)
@@ -85,8 +92,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
     _until_up(folder, agent, log)
-    text = ", ".join(f"{node} with {count} slots" for node, count in nodes.items())
-    answer = {"folder": str(output_dir), "agent": agent.pid, "nodes": dict(nodes), "device": args.device}
+    text = ", ".join(f"{node} with {count} slots" for node, count in slots.nodes.items())
+    answer = {"folder": str(output_dir), "agent": agent.pid, **asdict(slots)}
     print(answer_text(answer, f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit", form))
     return 0
 

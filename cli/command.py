@@ -223,6 +223,9 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     up = command("up", "Start a cluster on this machine. It takes jobs from then on, also after this shell has ended.")
     up.add_argument("node", nargs="+", metavar="NODE=SLOTS", help="its nodes with their GPU slots, such as n0=8")
     up.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what a slot is (default: cpu, a process)")
+    up.add_argument(
+        "--slots-per-gpu", type=_positive, default=1, metavar="N", help="how many slots share a GPU (default: 1)"
+    )
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)
     _add_config(submit)
@@ -273,6 +276,12 @@ def _count(text: str) -> int:
     if not manual_arguments.NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a whole number of at most nine digits")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (found := _count(text)):
+        raise argparse.ArgumentTypeError("0 is too few")
+    return found
 
 
 def _version() -> str:

@@ -44,9 +44,11 @@ def chosen(known: Sequence[Part], name: str | None) -> tuple[Part, ...]:
 
 _PARTS = (
     ("doctor", 20.0, "driver, memory, copy bandwidth, what this machine lacks"),
-    ("tests", 100.0, "the tests marked gpu"),
-    ("reshard", 130.0, "another layout for a model with Adam, on 4 and 8 ranks of the card, against torch's DCP"),
-    ("snapshot", 60.0, "weights from the device into a snapshot, and back"),
-    ("demo", 160.0, "the demo's job from start to end on slots of the card, with two policies"),
-    ("sglang", 130.0, "SGLang where it is installed: start, weight update, sleep, tokens a second by batch"),
+    ("tests", 80.0, "the tests marked gpu"),
+    ("reshard", 110.0, "another layout for a model with Adam, on 4 and 8 ranks of the card, against torch's DCP"),
+    ("snapshot", 40.0, "weights from the device into a snapshot, and back"),
+    ("demo", 90.0, "the demo's job from start to end on slots of the card"),
+    ("deaths", 90.0, "the same job, of which ranks, an engine and services are killed"),
+    ("cluster", 80.0, "a cluster on slots of the card, and three jobs for it"),
+    ("sglang", 90.0, "SGLang where it is installed: start, weight update, sleep, tokens a second by batch"),
 )

@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -38,8 +38,8 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
-from tidegate.device_slots import DeviceKind
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.services import forkserver_command, service_env
@@ -48,7 +48,7 @@ from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
-from tidegate.types import JobId, NodeId, job_id
+from tidegate.types import JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
@@ -64,10 +64,9 @@ class AgentRuns(RuntimeError):
 class Agent:
     """The parts of a cluster on one machine, between `run`'s start and its end."""
 
-    def __init__(self, folder: ClusterFolder, nodes: Mapping[NodeId, int], device: DeviceKind, *, memory: Path) -> None:
+    def __init__(self, folder: ClusterFolder, slots: Slots, *, memory: Path) -> None:
         self._folder = folder
-        self._nodes = nodes
-        self._device = device
+        self._slots = slots
         self._memory = memory
         self._credentials = ClusterCredentials.issue(memory / "credentials")
         self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
@@ -81,10 +80,10 @@ class Agent:
         stopping = await stop_signal()
         folder, tls = self._folder, Credentials(self._credentials.of(Party.NODE))
         version = Version(time.time_ns())
-        gates = {node: Gate(folder.gates / node) for node in self._nodes}
+        gates = {node: Gate(folder.gates / node) for node in self._slots.nodes}
         async with contextlib.AsyncExitStack() as closing:
             await closing.enter_async_context(self._servers)
-            servicer = NodeServicer(self._nodes, self._device, gates, version)
+            servicer = NodeServicer(self._slots, gates, version)
             descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
             served = Service(
                 descriptor,
@@ -97,14 +96,14 @@ class Agent:
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
-            if self._device == "cpu":
+            if self._slots.device == "cpu":
                 self._supervisor.start(self._spec(FORK_SERVER, forkserver_command(self._fork_server)))
             self._describe(server.endpoint)
             closing.callback(folder.description.unlink, missing_ok=True)
             closing.callback(folder.endpoint.unlink, missing_ok=True)
             self._supervisor.start(self._spec(SCHEDULER, ("services.scheduler.cluster", "--folder", str(folder.root))))
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
-            self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._nodes))
+            self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
             watching = [asyncio.create_task(each) for each in (self._watch_servers(), self._watch_ends(jobs))]
             stop = asyncio.create_task(stopping.wait())
             try:
@@ -126,14 +125,13 @@ class Agent:
             name=name,
             command=(sys.executable, "-m", *command),
             log_path=self._folder.logs / f"{name}.out",
-            env=service_env(self._device),
+            env=service_env(self._slots.device),
             max_restarts=_MAX_RESTARTS,
         )
 
     def _describe(self, endpoint: str) -> None:
         description = ClusterDescription(
-            nodes=self._nodes,
-            device=self._device,
+            slots=self._slots,
             nats_url=self._servers.nats.url,
             redis_url=self._servers.store.url,
             agent=endpoint,
@@ -157,7 +155,7 @@ class Agent:
             "redis_credentials": own,
         }
         runtime = {"gate_root": str(self._folder.gates)}
-        if self._device == "cpu":
+        if self._slots.device == "cpu":
             runtime["fork_server"] = str(self._fork_server)
         return config.model_copy(
             update={
@@ -207,12 +205,11 @@ def locked(folder: ClusterFolder) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.node", description="The agent of a machine.")
     parser.add_argument("--output-dir", type=Path, required=True, help="the folder of the jobs' folders")
-    parser.add_argument("--nodes", required=True, help="the slots by node, as JSON")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--slots", required=True, help="tidegate.cluster.slots as JSON")
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
-    nodes = {NodeId(node): int(count) for node, count in json.loads(args.nodes).items()}
+    slots = Slots.of(json.loads(args.slots))
     memory = folder.host_memory(args.host_memory_root)
     try:
         with locked(folder):
@@ -220,7 +217,7 @@ def main() -> int:
             shutil.rmtree(memory, ignore_errors=True)
             memory.mkdir(mode=0o700)
             try:
-                asyncio.run(Agent(folder, nodes, args.device, memory=memory).run())
+                asyncio.run(Agent(folder, slots, memory=memory).run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
     except (AgentRuns, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from services.node.jobs import NodeJobs
+from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Treatment
 from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import JobConfig
-from tidegate.device_slots import DeviceKind
 from tidegate.gate import Gate
 from tidegate.types import NodeId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
@@ -40,11 +40,8 @@ class Version:
 
 
 class NodeServicer(cluster_pb2_grpc.NodeServicer):
-    def __init__(
-        self, nodes: Mapping[NodeId, int], device: DeviceKind, gates: Mapping[NodeId, Gate], version: Version
-    ) -> None:
-        self._nodes = nodes
-        self._device = device
+    def __init__(self, slots: Slots, gates: Mapping[NodeId, Gate], version: Version) -> None:
+        self._slots = slots
         self._gates = gates
         self._version = version
         self.jobs: NodeJobs | None = None
@@ -55,8 +52,9 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         starts = self._jobs().starts
         return cluster_pb2.GetNodeResponse(
             version=version,
-            num_slots={str(node): count for node, count in self._nodes.items()},
-            device=self._device,
+            num_slots={str(node): count for node, count in self._slots.nodes.items()},
+            device=self._slots.device,
+            slots_per_gpu=self._slots.per_gpu,
             jobs=[
                 cluster_pb2.JobStart(job=job, start=each.number, end=each.end or "", message=each.message)
                 for job, each in starts.items()

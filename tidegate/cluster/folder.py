@@ -16,13 +16,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidegate.device_slots import DeviceKind
-from tidegate.json_text import parse_json, typed, whole_number
-from tidegate.types import JobId, NodeId
+from tidegate.cluster.slots import Slots
+from tidegate.json_text import parse_json, typed
+from tidegate.types import JobId
 
 NAME = ".cluster"
 
@@ -76,8 +75,7 @@ class ClusterFolder:
 class ClusterDescription:
     """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`."""
 
-    nodes: Mapping[NodeId, int]
-    device: DeviceKind
+    slots: Slots
     nats_url: str
     redis_url: str
     agent: str
@@ -91,11 +89,8 @@ class ClusterDescription:
         """ValueError."""
         fields = typed(dict, parse_json(text), "a cluster's description")
         try:
-            nodes = typed(dict, fields["nodes"], "nodes")
-            device = fields["device"]
-            if device not in ("cpu", "cuda"):
-                raise ValueError(f"device is {device!r}; it must be cpu or cuda")
+            slots = Slots.of(typed(dict, fields["slots"], "slots"))
             texts = {name: typed(str, fields[name], name) for name in ("nats_url", "redis_url", "agent", "credentials")}
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
-        return cls({NodeId(node): whole_number(count, node) for node, count in nodes.items()}, device, **texts)
+        return cls(slots, **texts)

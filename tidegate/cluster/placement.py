@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from tidegate.cluster.slots import Slots
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
-from tidegate.device_slots import DeviceKind
 from tidegate.types import GpuId, NodeId, Role, gpu_id, node_of
 
 
@@ -46,9 +46,11 @@ def placed_gpus(needs: Sequence[int], nodes: Mapping[NodeId, int], free: Collect
     return tuple(gpu for place in range(len(needs)) for gpu in places[place])
 
 
-def placed_config(config: JobConfig, nodes: Mapping[NodeId, int], gpus: tuple[GpuId, ...]) -> JobConfig:
+def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> JobConfig:
     """The config with the cluster's nodes, and with `gpus` for its own. ConfigError where it does not fit there."""
-    at = {gpu: index for index, gpu in enumerate(cluster_gpus(nodes))}
+    if (fault := _other_slots(config, slots)) is not None:
+        raise ConfigError(fault)
+    at = {gpu: index for index, gpu in enumerate(cluster_gpus(slots.nodes))}
     own = config.cluster.gpus()
     there = dict(zip(config.gpus, gpus, strict=True))
 
@@ -56,7 +58,7 @@ def placed_config(config: JobConfig, nodes: Mapping[NodeId, int], gpus: tuple[Gp
         return ",".join(str(at[there[own[index]]]) for index in gpu_indices(text)) if text else ""
 
     fields = config.model_dump(mode="json")
-    fields["cluster"]["nodes"] = dict(nodes)
+    fields["cluster"]["nodes"] = dict(slots.nodes)
     placement = fields["cluster"]["component_placement"]
     for role in Role:
         placement[role] = moved(placement[role])
@@ -65,22 +67,37 @@ def placed_config(config: JobConfig, nodes: Mapping[NodeId, int], gpus: tuple[Gp
     return parse_config(fields)
 
 
-def misfit(config: JobConfig, nodes: Mapping[NodeId, int], *, device: DeviceKind) -> str | None:
+def misfit(config: JobConfig, slots: Slots) -> str | None:
     """Why the job can never run in this cluster, with the numbers. None: it can."""
-    if config.cluster.device != device:
-        return f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {device}"
-    every = cluster_gpus(nodes)
-    found = placed_gpus(needs_of(config), nodes, every)
+    if (fault := _other_slots(config, slots)) is not None:
+        return fault
+    every = cluster_gpus(slots.nodes)
+    found = placed_gpus(needs_of(config), slots.nodes, every)
     if found is None:
         own = Counter(node_of(gpu) for gpu in config.gpus)
         needs = ", ".join(f"{count} on {node}" for node, count in own.items())
-        has = ", ".join(f"{node} has {count}" for node, count in nodes.items())
+        has = ", ".join(f"{node} has {count}" for node, count in slots.nodes.items())
         return (
             f"job {config.job} needs {len(config.gpus)} GPUs ({needs}), those of a node together; {has}: give it "
             "fewer, or submit it to a larger cluster"
         )
     try:
-        placed_config(config, nodes, found)
+        placed_config(config, slots, found)
     except ConfigError as error:
         return f"job {config.job} does not fit the cluster's nodes: {error}"
+    return None
+
+
+def _other_slots(config: JobConfig, slots: Slots) -> str | None:
+    """A slot of the job is another thing than one of the cluster: how."""
+    if config.cluster.device != slots.device:
+        return (
+            f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {slots.device}"
+        )
+    if (num_sharing := config.cluster.slots_per_gpu) != slots.per_gpu:
+        return (
+            f"job {config.job} has cluster.slots_per_gpu={num_sharing}, and in the cluster {slots.per_gpu} slots share "
+            f"a GPU: submit it with cluster.slots_per_gpu={slots.per_gpu}, or start the cluster with "
+            f"tidegate up --slots-per-gpu {num_sharing}"
+        )
     return None

@@ -282,10 +282,13 @@ class GetNodeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
+    SLOTS_PER_GPU_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with each start and each end of a job. Another start of the agent has other versions."""
     device: _builtins.str
     """cpu, cuda"""
+    slots_per_gpu: _builtins.int
+    """How many slots share a GPU."""
     @_builtins.property
     def num_slots(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By node: its slots. A machine may have several nodes, for tests."""
@@ -302,10 +305,11 @@ class GetNodeResponse(_message.Message):
         device: _builtins.str = ...,
         jobs: _abc.Iterable[Global___JobStart] | None = ...,
         gates: _abc.Iterable[_events_pb2.GateState] | None = ...,
+        slots_per_gpu: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gates", b"gates", "jobs", b"jobs", "num_slots", b"num_slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gates", b"gates", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

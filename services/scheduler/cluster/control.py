@@ -35,7 +35,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def SubmitJob(self, request: cluster_pb2.SubmitJobRequest, context: Any) -> cluster_pb2.SubmitJobResponse:
         config = JobConfig.from_json(request.config)
-        if (fault := misfit(config, self._cluster.nodes, device=self._cluster.device)) is not None:
+        if (fault := misfit(config, self._cluster.slots)) is not None:
             raise ValueError(fault)
         new = Submission(
             job=job_id(config.job),

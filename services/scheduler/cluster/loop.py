@@ -31,6 +31,7 @@ import structlog
 from services.scheduler.cluster.ownership import freed
 from services.scheduler.cluster.queue import Cluster, Ran, Step, next_step
 from tidegate.cluster.placement import cluster_gpus, placed_config
+from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import decode_gate_state
 from tidegate.config.job_config import JobConfig
@@ -49,7 +50,7 @@ from tidegate.ownership.records import (
 from tidegate.ports.bus import BusUnavailable, JobStreams, TermRegister
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.ports.store import Store
-from tidegate.types import GpuId, JobId, NodeId, node_of
+from tidegate.types import GpuId, JobId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 BEAT_S = 1.0
@@ -64,7 +65,7 @@ class NodeView:
     """What the agent has told."""
 
     version: int
-    nodes: Mapping[NodeId, int]
+    slots: Slots
     ran: Mapping[JobId, Ran]
     gates: Mapping[GpuId, GateState]
 
@@ -94,7 +95,7 @@ class ClusterLoop:
     async def open(self) -> None:
         """Adopts the store where it is not open, and registers the cluster's GPUs."""
         await adopt(self.store, self._terms, self._gate_reports)
-        await self.store.register(cluster_gpus((await self._seen()).nodes))
+        await self.store.register(cluster_gpus((await self._seen()).slots.nodes))
 
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
@@ -163,7 +164,7 @@ class ClusterLoop:
         before, seen = _parsed(texts), await self._seen()
         placed = {each.job for each in before.values() if each.is_placed}
         free = await freed(self.store, placed=placed, gates=seen.gates)
-        step = next_step(before.values(), Cluster(seen.nodes, free, seen.ran))
+        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran))
         if step.changed:
             await self.store.write_submissions(
                 {each.job: each.to_json() for each in step.changed},
@@ -194,7 +195,7 @@ class ClusterLoop:
         for each in step.starts:
             try:
                 text = await self.store.config_of(each.job, each.config)
-                config = placed_config(JobConfig.from_json(text or ""), seen.nodes, each.gpus)
+                config = placed_config(JobConfig.from_json(text or ""), seen.slots, each.gpus)
             except ValueError as error:  # damaged, or nodes that it does not fit
                 await self._refuse(each, f"its config cannot be used here ({error}): submit it again")
                 continue
@@ -238,7 +239,9 @@ class ClusterLoop:
         gates = [decode_gate_state(each) for each in found.gates]
         return NodeView(
             version=found.version,
-            nodes={NodeId(node): count for node, count in sorted(found.num_slots.items())},
+            slots=Slots.of(
+                {"nodes": dict(sorted(found.num_slots.items())), "device": found.device, "per_gpu": found.slots_per_gpu}
+            ),
             ran={
                 JobId(each.job): Ran(each.start, End(each.end) if each.end else None, each.message)
                 for each in found.jobs
@@ -248,7 +251,7 @@ class ClusterLoop:
 
     async def _gate_reports(self) -> GateReports:
         seen = await self._seen()
-        return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in seen.nodes}
+        return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in seen.slots.nodes}
 
 
 _parse = lru_cache(maxsize=4096)(Submission.parse)

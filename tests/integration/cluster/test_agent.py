@@ -12,6 +12,7 @@ from tidegate.certs.authority import Credential
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.slots import Slots
 from tidegate.types import JobId, NodeId
 
 
@@ -39,8 +40,8 @@ def test_each_job_has_credentials_of_its_own_that_only_this_user_can_read(tmp_pa
 
 
 def test_a_description_survives_its_json_and_another_text_is_refused() -> None:
-    there = ClusterDescription({NodeId("n0"): 8}, "cpu", "tls://a", "redis://b", "127.0.0.1:1", "/dev/shm/x")
+    there = ClusterDescription(Slots({NodeId("n0"): 8}, "cpu", 2), "tls://a", "redis://b", "127.0.0.1:1", "/dev/shm/x")
     assert ClusterDescription.parse(there.to_json()) == there
-    for text, words in (("{}", "no 'nodes'"), (there.to_json().replace('"cpu"', '"tpu"'), "device is 'tpu'")):
+    for text, words in (("{}", "no 'slots'"), (there.to_json().replace('"cpu"', '"tpu"'), "device is 'tpu'")):
         with pytest.raises(ValueError, match=words):
             ClusterDescription.parse(text)

@@ -21,6 +21,7 @@ from tidegate.adapters.memory_bus import MemoryBus, MemoryJobStreams, MemoryTerm
 from tidegate.adapters.memory_store import MemoryServer, memory_store
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import cluster_gpus
+from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import encode_gate_state
 from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
@@ -49,7 +50,12 @@ class Machine(cluster_pb2_grpc.NodeServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         gates = [encode_gate_state(GateState(gpu, Token(1, 1), gpu in self.held)) for gpu in ALL]
         return cluster_pb2.GetNodeResponse(
-            version=len(self.starts), num_slots={"n0": 8}, device="cpu", jobs=self.starts.values(), gates=gates
+            version=len(self.starts),
+            num_slots={"n0": 8},
+            device="cpu",
+            slots_per_gpu=1,
+            jobs=self.starts.values(),
+            gates=gates,
         )
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
@@ -208,7 +214,7 @@ async def test_an_agent_that_does_not_answer_and_a_store_that_restarted_are_aske
     assert (await store.attach()).term == before + 1
 
 
-CLUSTER = ClusterDescription(NODES, "cpu", "nats://", "redis://", "", "")
+CLUSTER = ClusterDescription(Slots(NODES), "nats://", "redis://", "", "")
 
 
 def request(job: str, num_gpus: int = 4, **fields: Any) -> cluster_pb2.SubmitJobRequest:

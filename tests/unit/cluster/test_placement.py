@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.cluster_jobs import config_of, of_size
 from tidegate.cluster.placement import cluster_gpus, misfit, needs_of, placed_config, placed_gpus
+from tidegate.cluster.slots import Slots
+from tidegate.config.job_config import ConfigError
 from tidegate.types import GpuId, NodeId, Role, node_of
 
 TWO = {NodeId("n0"): 8, NodeId("n1"): 4}
@@ -47,7 +49,7 @@ def test_nodes_of_a_job_may_share_one_of_the_cluster() -> None:
 def test_a_placed_config_keeps_the_order_of_ranks_and_its_standbys() -> None:
     config = config_of("two", {"a": 2, "b": 4}, "2,0", "3,1", "4", actor__standby="5")
     there = gpus("1/0 1/3 0/1 0/2 0/5 0/7")
-    placed = placed_config(config, TWO, there)
+    placed = placed_config(config, Slots(TWO), there)
     names = dict(zip(config.gpus, there, strict=True))
     for role in Role:
         assert placed.placement(role) == tuple(names[gpu] for gpu in config.placement(role))
@@ -57,13 +59,19 @@ def test_a_placed_config_keeps_the_order_of_ranks_and_its_standbys() -> None:
 
 
 def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
-    assert misfit(of_size("one", 8), TWO, device="cpu") is None
-    found = misfit(of_size("one", 9), TWO, device="cpu")
+    assert misfit(of_size("one", 8), Slots(TWO)) is None
+    found = misfit(of_size("one", 9), Slots(TWO))
     assert found == (
         "job one needs 9 GPUs (9 on a), those of a node together; n0 has 8, n1 has 4: give it fewer, or submit it to a "
         "larger cluster"
     )
-    assert "the cluster's slots are cuda" in (misfit(of_size("one", 3), TWO, device="cuda") or "")
+    assert "the cluster's slots are cuda" in (misfit(of_size("one", 3), Slots(TWO, "cuda")) or "")
+    shared = Slots(TWO, per_gpu=4)
+    assert "has cluster.slots_per_gpu=1, and in the cluster 4 slots share a GPU" in (
+        misfit(of_size("one", 3), shared) or ""
+    )
+    with pytest.raises(ConfigError, match="slots_per_gpu=4"):
+        placed_config(of_size("one", 3), shared, gpus("0/0 0/1 0/2"))
 
 
 @pytest.mark.parametrize("text", ["0", "1,0"])
@@ -71,4 +79,4 @@ def test_an_empty_list_stays_empty(text: str) -> None:
     config = config_of("two", {"a": 4}, text, "2", "3")
     there = placed_gpus(needs_of(config), TWO, cluster_gpus(TWO))
     assert there is not None
-    assert placed_config(config, TWO, there).actor.standby == ""
+    assert placed_config(config, Slots(TWO), there).actor.standby == ""
