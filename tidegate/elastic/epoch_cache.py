@@ -118,7 +118,7 @@ class EpochCache:
 
     def empty_gradients(self, skeleton: Skeleton) -> CarriedGradients:
         """Memory for the reduced gradients of a skeleton of this epoch, filled with 0. Raises ArenaFull."""
-        arena = self._arena(skeleton.mesh, self.world.device)
+        arena = self._arena(skeleton.mesh, self._settings.shared_memory, self.world.device)
         try:
             return CarriedGradients(arena, skeleton.empty_gradients(arena))
         except ArenaFull:
@@ -154,13 +154,13 @@ class EpochCache:
         begun: list[tuple[Skeleton, Arena]] = []
         made: list[Arena] = []
 
-        def arena_on(device: torch.device) -> Arena:
-            made.append(self._arena(mesh, device))
+        def arena_in(folder: Path | None, device: torch.device) -> Arena:
+            made.append(self._arena(mesh, folder, device))
             return made[-1]
 
         def begin() -> bytes:
             if groups is not None:
-                arena = arena_on(self.world.device)
+                arena = arena_in(self._settings.shared_memory, self.world.device)
                 begun.append((self._skeleton(mesh, groups, arena), arena))
             return b""
 
@@ -169,7 +169,7 @@ class EpochCache:
                 return b""
             skeleton, arena = begun[0]
             complete, stamp = skeleton.complete(), self._stamp(arena)
-            state = RankState(complete, arena, stamp, self._copies(complete, arena_on), self._kept(complete, arena))
+            state = RankState(complete, arena, stamp, self._copies(complete, arena_in), self._kept(complete, arena))
             self._states[mesh] = state
             return catalogue.encode(state.announcement(self.hosts[self.world.me]))
 
@@ -206,10 +206,12 @@ class EpochCache:
             arena.empty(RECORD_BYTES, torch.uint8) if is_shared else torch.zeros(RECORD_BYTES, dtype=torch.uint8)
         )
 
-    def _copies(self, skeleton: Skeleton, arena_on: Callable[[torch.device], Arena]) -> Copies | None:
+    def _copies(self, skeleton: Skeleton, arena_in: Callable[[Path | None, torch.device], Arena]) -> Copies | None:
+        """In a file in host memory where there is a folder for it, so that they outlive this process."""
         if self._settings.copies is CopyTo.NOWHERE:
             return None
-        return Copies(arena_on(torch.device("cpu")), _extents(skeleton))
+        folder = self._settings.shared_memory or self._settings.host_memory
+        return Copies(arena_in(folder, torch.device("cpu")), _extents(skeleton))
 
     def _kept(self, skeleton: Skeleton, arena: Arena) -> HostCopy | None:
         """An arena in shared memory is in host memory already."""
@@ -227,11 +229,9 @@ class EpochCache:
             ward = next(rank for rank, keeper in guardian.items() if keeper == me)
             copies.send_to(guardian[me], ward=ward, ward_tensors=announced[ward].tensors)
 
-    def _arena(self, mesh: Mesh, device: torch.device) -> Arena:
-        folder = self._settings.shared_memory
-        if folder is None:
-            return OwnArena(device)
-        return SharedArena(self._arena_path(folder, mesh))
+    def _arena(self, mesh: Mesh, folder: Path | None, device: torch.device) -> Arena:
+        """A file in the folder; without one, this process's memory on the device."""
+        return OwnArena(device) if folder is None else SharedArena(self._arena_path(folder, mesh))
 
     def _arena_path(self, folder: Path, mesh: Mesh) -> Path:
         self._num_arenas += 1

@@ -35,10 +35,11 @@ class ElasticSettings:
     sends everything, and the tensors that only a dead rank held are lost.
     """
     host_memory: Path | None = None
-    """A folder on a tmpfs of each host, as `shared_memory`, for the state of a suspended job that trains elsewhere.
+    """A folder on a tmpfs of each host, as `shared_memory`, for copies, and for a suspended job's state that trains
+    elsewhere.
 
-    The state of a member that dies while the job is suspended is then there. None: each member keeps its own part in
-    private memory. Unused where `shared_memory` is set: the state is there already.
+    The copies of a member that dies are then there, and its state if it dies while the job is suspended. None: each
+    member keeps its own part in private memory. Unused where `shared_memory` is set: the state is there already.
     """
     keeps_last: bool = True
     """Whether members keep the shared memory of the last layout, so that a switch back allocates nothing.

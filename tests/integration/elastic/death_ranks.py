@@ -54,6 +54,9 @@ class Script:
     """The point of the first reshard with all members alive; or FORWARD or APPLYING of the update `dies_in`."""
     dies_in: int = -1
     shared: bool = True
+    """Whether the tensors are in the host's shared memory, as they are on CPUs."""
+    hosted: bool = False
+    """Whether a state that is not shared has a folder in host memory, as it has on a device."""
     copies: str = CopyTo.NOWHERE
     copy_every: int = 1
     saves_after: int | None = None
@@ -175,10 +178,11 @@ class _Member:
 
     def _take_part(self, world: World) -> None:
         if self.trainer is None:
-            folder = Path(self.store.get("folder").decode()) if self.script.shared else None
+            folder = Path(self.store.get("folder").decode())
             settings = ElasticSettings(
                 seed=SEED,
-                shared_memory=folder,
+                shared_memory=folder if self.script.shared else None,
+                host_memory=folder if self.script.hosted else None,
                 timeout_s=TIMEOUT_S,
                 copies=CopyTo(self.script.copies),
                 copy_every=self.script.copy_every,

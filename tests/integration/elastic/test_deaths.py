@@ -37,6 +37,10 @@ DEATHS: dict[str, tuple[dict[str, Any], str]] = {
         {"point": APPLYING, "dies_in": 3, "copies": "node", "copy_every": 4},
         "(2,) {2: 'its own copy', 3: 'its own copy'} 2 16",
     ),
+    "in a forward pass on a device, with copies on the node": (
+        {"point": FORWARD, "dies_in": 1, "shared": False, "hosted": True, "copies": "node"},
+        "(2,) {2: 'its own copy'} 0 0",
+    ),
     "in a switch that was committed, with a copy at a peer": (
         {"point": "switched", "shared": False, "copies": "peer"},
         "(2,) {2: 'the copy that member 3 kept'} 0 0",
@@ -45,6 +49,7 @@ DEATHS: dict[str, tuple[dict[str, Any], str]] = {
 IN_DEFAULT_SUITE = {
     "in a forward pass, with its memory kept by the node",
     "while an update is applied, with copies at peers",
+    "in a forward pass on a device, with copies on the node",
 }
 
 
