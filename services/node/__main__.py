@@ -26,6 +26,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -42,7 +43,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
-from tidegate.launcher.services import forkserver_command, service_env
+from tidegate.launcher.services import fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceSpec, Supervisor
@@ -96,8 +97,8 @@ class Agent:
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
-            if self._slots.device == "cpu":
-                self._supervisor.start(self._spec(FORK_SERVER, forkserver_command(self._fork_server)))
+            fork_server = self._spec(FORK_SERVER, forkserver_command(self._fork_server))
+            self._supervisor.start(replace(fork_server, env=fork_server_env(self._slots.device)))
             self._describe(server.endpoint)
             closing.callback(folder.description.unlink, missing_ok=True)
             closing.callback(folder.endpoint.unlink, missing_ok=True)
@@ -154,9 +155,7 @@ class Agent:
             "nats_credentials": own,
             "redis_credentials": own,
         }
-        runtime = {"gate_root": str(self._folder.gates)}
-        if self._slots.device == "cpu":
-            runtime["fork_server"] = str(self._fork_server)
+        runtime = {"gate_root": str(self._folder.gates), "fork_server": str(self._fork_server)}
         return config.model_copy(
             update={
                 "servers": config.servers.model_copy(update=servers),

@@ -51,8 +51,7 @@ def main() -> int:
     parser.add_argument("--command", required=True, help="what a person types to submit the job again")
     args = parser.parse_args()
     config = JobConfig.read(args.config)
-    # Before anything starts a thread. A CUDA context does not survive a fork.
-    spawner = Spawner.begin(_SERVICES) if config.cluster.device == "cpu" else None
+    spawner = Spawner.begin(_SERVICES)  # before anything starts a thread
     configure_logging("launcher", level="WARNING")
     end, message = _run(config, Start(args.treatment), args.command, spawner)
     if spawner is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.unit.cli.configs import small
 from tidegate.config.job_config import parse_config
 from tidegate.job import JobFolder
 from tidegate.launcher.services import JobServices
+from tidegate.runtime.forkserver import are_of_cuda
 from tidegate.runtime.processes import ServiceSpec
 
 
@@ -18,10 +21,11 @@ def specs(folder: Path, device: str) -> list[ServiceSpec]:
     return list(JobServices(config, job, sockets=folder, boot=1).specs())
 
 
-def test_a_job_on_cuda_has_no_fork_server_and_its_device(tmp_path: Path) -> None:
-    on_cuda = specs(tmp_path, "cuda")
-    assert not [spec for spec in on_cuda if "forkserver" in " ".join((spec.name, *spec.command))]
-    assert not [spec for spec in on_cuda if "CUDA_VISIBLE_DEVICES" in spec.env]
+def test_a_job_on_cuda_has_its_devices_and_a_fork_server_that_opens_none(tmp_path: Path) -> None:
+    on_cuda = {spec.name: spec for spec in specs(tmp_path, "cuda")}
+    assert not [spec for spec in on_cuda.values() if "CUDA_VISIBLE_DEVICES" in spec.env]
+    assert on_cuda["forkserver@n0"].env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert "--forkserver" in on_cuda["actor@n0"].command
 
 
 def test_a_job_on_cpus_sees_no_device_and_its_instances_know_their_fork_servers(tmp_path: Path) -> None:
@@ -31,3 +35,16 @@ def test_a_job_on_cpus_sees_no_device_and_its_instances_know_their_fork_servers(
     assert forks == ["forkserver@n0"]
     knowing = [spec.name for spec in on_cpus if "--forkserver" in spec.command]
     assert knowing == ["actor@n0", "rollout@n0", "inference@n0"]
+
+
+def test_threads_of_cudas_libraries_are_no_hindrance_to_a_fork_and_a_context_is() -> None:
+    def torch(cuda: str | None, *, is_initialized: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            version=SimpleNamespace(cuda=cuda), cuda=SimpleNamespace(is_initialized=lambda: is_initialized)
+        )
+
+    assert are_of_cuda(torch("13.0", is_initialized=False))
+    assert not are_of_cuda(torch("13.0", is_initialized=True))
+    assert not are_of_cuda(torch(None, is_initialized=False))
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(are_of_cuda, torch("13.0", is_initialized=False)).result()

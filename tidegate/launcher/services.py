@@ -1,7 +1,7 @@
 """The processes of a job, and the order in which they start and end.
 
 Start:
-1. on CPUs, one fork server for each node, before anything that has threads, unless the machine keeps one;
+1. one fork server for each node, before anything that has threads, unless the machine keeps one;
 2. the tracker, if there is one;
 3. the scheduler;
 4. each component's instance on each node.
@@ -12,8 +12,7 @@ End:
 3. the tracker, which then has all events to report;
 4. the fork servers.
 
-A CUDA context does not survive a fork, and Megatron's imports start threads where there is a device. So a job on CUDA
-has no fork servers, and a job on CPUs sees no device. [test_job_services: job_on_cuda_has_no_fork_server]
+A job on CUDA sees its devices, and a job on CPUs none. [test_job_services: job_on_cuda_has_its_devices]
 [test_job_services: job_on_cpus_sees_no_device]
 
 Every process finds this installation's modules, wherever the launcher was started.
@@ -77,14 +76,16 @@ class JobServices:
     def specs(self) -> Iterator[ServiceSpec]:
         """In the order of their start."""
         for node in self._own_fork_servers():
-            yield self._spec(_forkserver(node), forkserver_command(self._socket(node)))
+            yield replace(
+                self._spec(_forkserver(node), forkserver_command(self._socket(node))),
+                env=fork_server_env(self._config.cluster.device),
+            )
         if self._config.tracking.is_on:
             yield self._tracker_spec()
         yield self._spec(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
         for role, node in self._instances():
             command = (f"services.{role}", *self._config_arguments(), "--node", node)
-            forks = ("--forkserver", str(self._socket(node))) if self._forks else ()
-            yield self._spec(instance_id(role, node), (*command, *forks))
+            yield self._spec(instance_id(role, node), (*command, "--forkserver", str(self._socket(node))))
 
     async def next_end(self) -> ServiceEnd:
         return await self._supervisor.next_end()
@@ -115,12 +116,8 @@ class JobServices:
     def _nodes(self) -> list[NodeId]:
         return [NodeId(node) for node in self._config.cluster.nodes]
 
-    @property
-    def _forks(self) -> bool:
-        return self._config.cluster.device == "cpu"
-
     def _own_fork_servers(self) -> list[NodeId]:
-        return self._nodes() if self._forks and not self._config.runtime.fork_server else []
+        return [] if self._config.runtime.fork_server else self._nodes()
 
     def _instances(self) -> Iterator[tuple[Role, NodeId]]:
         """One for every role on every node. The scheduler decides which GPUs it gets."""
@@ -155,6 +152,12 @@ def service_env(device: DeviceKind) -> dict[str, str]:
         | hidden
         | with_large_copies(os.environ)
     )
+
+
+def fork_server_env(device: DeviceKind) -> dict[str, str]:
+    """Its imports ask whether there is a device. NVIDIA's management library tells without a CUDA context, which would
+    start a thread and survive no fork. On CPUs the variable changes nothing."""
+    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | service_env(device)
 
 
 def forkserver_command(socket: Path) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
     python -m tidegate.runtime.forkserver --socket PATH [--preload NAME,...] [--allow PREFIX]... [--owner-pid PID]
 
-The process has one thread, no gRPC and no asyncio, so that a fork copies a whole process. `--preload` names modules to
+The process has one thread, no gRPC and no asyncio, so that a fork copies a whole process. On CUDA its libraries add a
+thread that waits, and there is no CUDA context: each worker makes its own (ADR 0044). `--preload` names modules to
 import and module:function to call, in this order.
 
 A packet on the socket is a `WorkerSpec` as JSON with the three descriptors of `WorkerFds`. The answers are packets of
@@ -29,9 +30,11 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tidegate.runtime.child import die_with_parent, run_worker_process
 from tidegate.runtime.launch import ALLOWED_PREFIXES, WorkerFds, WorkerSpec, check_entry, resolve
@@ -177,14 +180,21 @@ def preload(names: Sequence[str]) -> None:
             resolve(name)()
         else:
             __import__(name)
-    if (torch := sys.modules.get("torch")) is not None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(1)
     num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads != 1:
+    if num_threads != 1 and not (torch is not None and are_of_cuda(torch)):
         raise SystemExit(
             f"tidegate forkserver: {num_threads} threads run after preloading {', '.join(names)}; a fork would lose "
             f"{num_threads - 1} of them and keep their locks: preload only modules that start no thread"
         )
+
+
+def are_of_cuda(torch: Any) -> bool:
+    """Whether further threads are those that the libraries of CUDA start when they are loaded: they wait, and a worker
+    makes a context of its own. A context of this process would be lost in a fork."""
+    return torch.version.cuda is not None and not torch.cuda.is_initialized() and threading.active_count() == 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
