@@ -25,10 +25,17 @@ _HALF = (
     "cluster.component_placement={actor: 0-1, rollout: 2, inference: 3}",
     "actor.layout.dp=1",
     "scheduler.policy=rlinf",
+    "actor.warm_up.steps=20",
 )
 """Half of the demo's slots."""
 _OVERRIDES = {
-    "cuda": (*_HALF, "algorithm.iterations=4", "cluster.device=cuda", "cluster.slots_per_gpu=8"),
+    "cuda": (
+        *_HALF,
+        "algorithm.iterations=4",
+        "actor.warm_up.steps=50",
+        "cluster.device=cuda",
+        "cluster.slots_per_gpu=8",
+    ),
     "cpu": (*_HALF, "algorithm.iterations=1", "actor.warm_up.steps=20"),
 }
 

@@ -20,7 +20,8 @@ import psutil
 from benchmarks.gpu.demo import DEMO, OVERRIDES
 from benchmarks.gpu.report import PartReport
 
-POLICY = "rlinf"
+_JOB = ("scheduler.policy=rlinf", "actor.copies=node")
+"""The memory of a device goes with its process. Copies in host memory let the job go on without its checkpoint."""
 KILLS: Mapping[str, Mapping[int, str]] = {
     "cuda": {1: "rollout engine", 3: "actor rank", 5: "actor service", 7: "rollout service"},
     "cpu": {0: "rollout engine", 1: "actor rank"},
@@ -29,7 +30,8 @@ KILLS: Mapping[str, Mapping[int, str]] = {
 
 
 def measure(device: str, report: PartReport) -> None:
-    overrides = [f"scheduler.policy={POLICY}", *OVERRIDES[device], f"algorithm.iterations={max(KILLS[device]) + 2}"]
+    iterations = max(KILLS[device]) + 2
+    overrides = [*_JOB, *OVERRIDES[device], f"algorithm.iterations={iterations}"]
     with tempfile.TemporaryDirectory(prefix="tidegate-gpu-") as jobs:
         summary, ends, killed = _run(overrides, jobs, KILLS[device])
     between = {number: ends[number] - ends[number - 1] for number in sorted(ends)[1:]}
@@ -65,8 +67,9 @@ def _run(
             if event.get("event") != "iteration":
                 continue
             number = int(event["iteration"])
-            ends[number] = time.monotonic()
-            if number in kills and _kill(job.pid, kills[number]):
+            ends.setdefault(number, time.monotonic())
+            # An iteration that the job goes back to ends twice.
+            if number in kills and number not in killed and _kill(job.pid, kills[number]):
                 killed[number] = kills[number]
         answer = job.stdout.read()
     if job.returncode:

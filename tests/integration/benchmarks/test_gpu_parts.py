@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import demo, doctor, marked_tests, reshard, sglang, snapshot
+from benchmarks.gpu import cluster, deaths, demo, doctor, marked_tests, reshard, sglang, snapshot
 from benchmarks.gpu.report import PartReport, Skipped
 
 
@@ -52,7 +52,21 @@ def test_the_demo_runs_to_its_end_and_loses_nothing(report: PartReport) -> None:
     assert report.figures["iterations"] == 2
     assert report.figures["samples_trained"] == report.figures["samples_generated"] == 256
     assert report.figures["slot_seconds_by_state"]["training"] > 0
-    assert json.loads((report.kept / "timeline.json").read_text())["traceEvents"]
+    assert json.loads((report.kept / "tide.timeline.json").read_text())["traceEvents"]
+
+
+@pytest.mark.long
+def test_a_job_goes_on_after_each_kill_and_loses_nothing(report: PartReport) -> None:
+    deaths.measure("cpu", report)
+    assert set(report.figures["recovery_s"]) == {"rollout engine", "actor rank"}
+    assert report.figures["samples_trained"] == report.figures["samples_generated"] == 384
+
+
+@pytest.mark.long
+def test_a_cluster_runs_two_jobs_and_then_the_third(report: PartReport) -> None:
+    cluster.measure("cpu", report)
+    assert set(report.figures["first_iteration_s"]) == {"one", "two", "late"}
+    assert len(report.figures["weights_checksums"]) == 1
 
 
 @pytest.mark.long

@@ -174,6 +174,8 @@ def test_a_dry_run_lists_the_parts_with_their_limits() -> None:
         "reshard",
         "snapshot",
         "demo",
+        "deaths",
+        "cluster",
         "sglang",
     ]
     assert all("at most" in line for line in listed.stdout.splitlines())
