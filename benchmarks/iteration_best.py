@@ -49,16 +49,21 @@ def fastest_other(case: Mapping[str, Any], at: int) -> str:
 
 def best_schedules(case: Mapping[str, Any], found: Mapping[int, Found]) -> dict[str, Any]:
     """What a case has of the best schedules. `found`: by seed, of some seeds of the case."""
+    return best_case(case, {seed: (each.seconds, each.origin) for seed, each in found.items()})
+
+
+def best_case(case: Mapping[str, Any], found: Mapping[int, tuple[float, str]]) -> dict[str, Any]:
+    """The same of the schedules' seconds, and of where each search found it."""
     rows = []
-    for seed, each in found.items():
+    for seed, (found_s, origin) in found.items():
         at = case["seeds"].index(seed)
         seconds = {name: case["by_seed_s"][name][at] for name in COMPARED}
         first = min(seconds, key=seconds.__getitem__)
-        best_s = min(each.seconds, seconds[first])
+        best_s = min(found_s, seconds[first])
         rows.append(
             {
                 "best_schedule_s": best_s,
-                "best_schedule_from": each.origin if each.seconds == best_s else first,
+                "best_schedule_from": origin if found_s == best_s else first,
                 f"{BEST}best_other": seconds[fastest_other(case, at)] / best_s,
                 **{f"{BEST}{name}": seconds[name] / best_s for name in ("tide", "phases_ordered")},
             }

@@ -154,8 +154,14 @@ BASE = CELLS[0]
 
 
 def case_of(cell: Cell, seeds: Sequence[int], among: Mapping[str, Contender]) -> dict[str, Any]:
-    """Medians of the seconds over the seeds, and each ratio by seed. `among`: the contenders in this cell."""
+    """`among`: the contenders in this cell."""
     rows = [compared(among, seed, directly=True) for seed in seeds]
+    return case_from(cell, seeds, rows, split=among["best_split"].note)
+
+
+def case_from(cell: Cell, seeds: Sequence[int], rows: Sequence[Mapping[str, float]], *, split: str) -> dict[str, Any]:
+    """Medians of the seconds over the seeds, and each ratio by seed. `rows`: the seconds by seed; `split`: the best
+    one."""
     medians = {name: median(row[name] for row in rows) for name in rows[0]}
     by_seed = [ratios(row) for row in rows]
     return {
@@ -164,7 +170,7 @@ def case_of(cell: Cell, seeds: Sequence[int], among: Mapping[str, Contender]) ->
         "seeds": list(seeds),
         **{f"{name}_s": seconds for name, seconds in medians.items()},
         "by_seed_s": {name: [row[name] for row in rows] for name in rows[0]},
-        "split": among["best_split"].note,
+        "split": split,
         "best_other": min(rivals(medians), key=medians.__getitem__),
         **{key: [row[key] for row in by_seed] for key in by_seed[0]},
     }

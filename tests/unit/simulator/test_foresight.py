@@ -171,6 +171,15 @@ def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
 
 
+def test_inference_gives_gpus_to_the_trainer_from_a_minibatch_on() -> None:
+    situation, simulated = opened(PUBLISHED, 0)
+    cluster = forecast(situation, simulated, tuple(range(512))).cluster
+    plan = family(cluster, 4, 500.0).row(5)
+    around = neighbours(plan, cluster, 500.0)
+    given = {tuple(row) for row in (around.inference - plan.inference).tolist()}
+    assert {(-4, -4, -4, -3), (0, -4, -4, -3), (4, 4, 4, 4)} <= given, "the last minibatch keeps one"
+
+
 def test_the_forecast_number_of_tokens_at_the_start_is_right_within_three_percent() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     assert final_lengths(situation.generation, situation.lengths).sum() == pytest.approx(

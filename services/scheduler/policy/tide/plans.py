@@ -4,7 +4,8 @@ Each round forecasts all neighbours of the best plan at once and takes the best 
 
 - the time at which the trainer starts, or inference ahead of it;
 - the trainer's GPUs in one minibatch;
-- GPUs that the trainer takes from inference in one of the next two minibatches, or gives to it;
+- GPUs that the trainer takes from inference, or gives to it, in one of the next two minibatches, or from it on. Where
+  inference is dear its work is shared among minibatches: more of it in one alone only makes it wait in the next;
 - the trainer's GPUs in one minibatch and all later ones alike. This makes long plans searchable: a change of a single
   minibatch rarely gains anything alone.
 
@@ -202,6 +203,8 @@ def _changes(
         for sign in (-1, 1):
             by = sign * max(cluster.unit_size, _inference_step(cluster))
             yield 0.0, 0.0, only(at, by), only(at, -by)
+            if at < num - 1:
+                yield 0.0, 0.0, onwards(at, by), onwards(at, -by)
 
 
 def _steps(cluster: Cluster) -> tuple[int, ...]:
