@@ -68,9 +68,7 @@ def main() -> int:
     saved = json.loads((RESULTS / "iteration_sim.json").read_text())
     by_name = {case["case"]: case for case in saved["cases"]}
     cells = CELLS[:1] if options.quick else CELLS
-    published = [
-        case for name, case in by_name.items() if name.startswith(PUBLISHED) and "clairvoyant_from" not in case
-    ]
+    published = [by_name[f"{PUBLISHED}{seed}"] for seed in PUBLISHED_SEEDS]
     with ProcessPoolExecutor() as pool:
         grid = [pool.submit(cell_case, cell, by_name[cell.name]) for cell in cells]
         rows = [pool.submit(published_case, case) for case in published[: 1 if options.quick else None]]
