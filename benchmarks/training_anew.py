@@ -1,0 +1,88 @@
+"""`tide` as it is now, on the saved strict trainings: `python -m benchmarks.training_anew [--json] [--save]`.
+
+`training_sim` takes an hour of a core, mostly for the search of splits. This runs `tide` alone and takes the splits
+from the saved result. The first quarter of the start's split runs too, and where it takes other seconds the benchmark
+stops. Asynchronous trainings have another policy, and are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from benchmarks.report import RESULTS, Report, arguments, publish, spread
+from benchmarks.tide_anew import SavedIsOld
+from benchmarks.training_sim import GOALS, ITERATIONS, SETTINGS, Setting, quarters
+from benchmarks.training_splits import StrictTraining
+from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.layouts import with_dp
+from simulator.best_split import Split
+from simulator.job_run import simulate_job
+from simulator.scenario import Scenario
+from tidegate.types import PromptOrder
+
+OTHERS = ("start_split", "hindsight_split")
+
+
+def split_of(text: str, scenario: Scenario) -> Split:
+    """As `training_sim` writes it: the GPUs of actor, rollout and inference, and the order."""
+    sizes, order = text.split()
+    actor, _, inference = map(int, sizes.split("/"))
+    home = scenario.placement().layout
+    assert home is not None, "a training has a trainer"
+    layout = with_dp(home, actor * home.dp // home.num_ranks)
+    assert layout is not None, f"{text} is a split that was found"
+    return Split(layout, inference, PromptOrder(order))
+
+
+def case_of(setting: Setting, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """SavedIsOld."""
+    scenario, seed = setting.scenario(ITERATIONS), int(saved["case"].rpartition(" ")[2])
+    training, start = StrictTraining(scenario, ITERATIONS, seed), split_of(saved["start_split"], scenario)
+    first_s = round(training.sum_s(start, range(ITERATIONS // 4)), 1)
+    if first_s != saved["start_split_quarters_s"][0]:
+        raise SavedIsOld(
+            f"the start's split takes {first_s} s in the first quarter of {saved['case']}, and saved are "
+            f"{saved['start_split_quarters_s'][0]}: run python -m benchmarks.training_sim --save"
+        )
+    rows = simulate_job(training.job(start), TidePolicy(), name="tide").rows
+    assert not any(row.num_lost for row in rows), f"tide lost samples at seed {seed}"
+    seconds = [row.seconds for row in rows]
+    return {
+        "case": saved["case"],
+        "setting": setting.name,
+        "tide_s": sum(seconds),
+        "was_tide_s": saved["tide_s"],
+        "tide_quarters_s": quarters(seconds),
+        **{f"tide_vs_{name}": saved[f"{name}_s"] / sum(seconds) for name in OTHERS},
+    }
+
+
+def main() -> int:
+    options = arguments("tide as it is now, in trainings beside the saved seconds of fixed splits.")
+    saved = json.loads((RESULTS / "training_sim.json").read_text())
+    wanted = [(setting, case) for setting in SETTINGS for case in saved["cases"] if case["setting"] == setting.name]
+    with ProcessPoolExecutor() as pool:
+        cases = list(pool.map(case_of, *zip(*wanted[: 1 if options.quick else None], strict=True)))
+    figures: dict[str, float] = {}
+    for setting in SETTINGS:
+        own = [case for case in cases if case["setting"] == setting.name]
+        for key in (f"tide_vs_{name}" for name in OTHERS) if own else ():
+            found, name = spread([case[key] for case in own]), setting.prefix + key
+            figures |= {name: found["median"], f"{name}_min": found["min"], f"{name}_max": found["max"]}
+            figures |= {f"was_{name}": saved["figures"][name]}
+    report = Report(
+        name="training_anew",
+        figures=figures,
+        goals={key: goal for key, goal in GOALS.items() if key in figures},
+        cases=cases,
+        against=f"the fixed splits of training_sim at {saved['commit']}, on the same lengths",
+    )
+    return publish(report, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
