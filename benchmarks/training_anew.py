@@ -3,6 +3,10 @@
 `training_sim` takes an hour of a core, mostly for the search of splits. This runs `tide` alone and takes the splits
 from the saved result. The first quarter of the start's split runs too, and where it takes other seconds the benchmark
 stops. Asynchronous trainings have another policy, and are not run.
+
+Beside `tide_vs_start_split` stands `best_schedule_vs_start_split`, of a search that knows the lengths
+(`clairvoyant/search.py`). It is of the middle iteration of each quarter of the first training, as sums over the four,
+and `tide_there_vs_start_split` is `tide` on these iterations.
 """
 
 from __future__ import annotations
@@ -13,18 +17,23 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks.clairvoyant.search import clairvoyant_schedule
+from benchmarks.direct import simulate
 from benchmarks.report import RESULTS, Report, arguments, publish, spread
 from benchmarks.tide_anew import SavedIsOld
 from benchmarks.training_sim import GOALS, ITERATIONS, SETTINGS, Setting, quarters
 from benchmarks.training_splits import StrictTraining
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.layouts import with_dp
-from simulator.best_split import Split
+from simulator.best_split import Split, static_seconds
+from simulator.iteration import SimulatedIteration
 from simulator.job_run import simulate_job
 from simulator.scenario import Scenario
 from tidegate.types import PromptOrder
 
 OTHERS = ("start_split", "hindsight_split")
+MIDDLES = tuple(ITERATIONS * part // 8 for part in (1, 3, 5, 7))
+EVALUATIONS = 60
 
 
 def split_of(text: str, scenario: Scenario) -> Split:
@@ -61,13 +70,32 @@ def case_of(setting: Setting, saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def searched(setting: Setting, saved: Mapping[str, Any], number: int) -> dict[str, float]:
+    """The seconds of an iteration with the training's lengths of that number, in the start's split, under `tide` and
+    in the best schedule that is found."""
+    scenario, seed = setting.scenario(ITERATIONS), int(saved["case"].rpartition(" ")[2])
+    start = split_of(saved["start_split"], scenario)
+    own = StrictTraining(scenario, ITERATIONS, seed).job(start).iteration(number).scenario
+    tide_s = simulate(own, TidePolicy(), seed=seed, directly=True).iteration_s
+    best = clairvoyant_schedule(own, seed=seed, evaluations=EVALUATIONS)
+    start_s = static_seconds(SimulatedIteration(own, seed), start.order)
+    return {"start_split": start_s, "tide": tide_s, "best_schedule": min(best.seconds, tide_s)}
+
+
 def main() -> int:
     options = arguments("tide as it is now, in trainings beside the saved seconds of fixed splits.")
     saved = json.loads((RESULTS / "training_sim.json").read_text())
     wanted = [(setting, case) for setting in SETTINGS for case in saved["cases"] if case["setting"] == setting.name]
+    middles = MIDDLES[-1:] if options.quick else MIDDLES
     with ProcessPoolExecutor() as pool:
+        few = [pool.submit(searched, *wanted[0], number) for number in middles]
         cases = list(pool.map(case_of, *zip(*wanted[: 1 if options.quick else None], strict=True)))
-    figures: dict[str, float] = {}
+        rows = [each.result() for each in few]
+    sums = {name: sum(row[name] for row in rows) for name in rows[0]}
+    figures = {
+        "best_schedule_vs_start_split": sums["start_split"] / sums["best_schedule"],
+        "tide_there_vs_start_split": sums["start_split"] / sums["tide"],
+    }
     for setting in SETTINGS:
         own = [case for case in cases if case["setting"] == setting.name]
         for key in (f"tide_vs_{name}" for name in OTHERS) if own else ():
@@ -78,7 +106,7 @@ def main() -> int:
         name="training_anew",
         figures=figures,
         goals={key: goal for key, goal in GOALS.items() if key in figures},
-        cases=cases,
+        cases=[*cases, *({"case": f"iteration {at}", **row} for at, row in zip(middles, rows, strict=True))],
         against=f"the fixed splits of training_sim at {saved['commit']}, on the same lengths",
     )
     return publish(report, options)
