@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +39,7 @@ from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
-from tidegate.types import NodeId
+from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
 
 UP_TIMEOUT_S = 60.0
@@ -50,6 +50,7 @@ ANSWER_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
+NODE_COLUMNS = ("node", "slots", "free", "jobs")
 
 
 class NoCluster(NotRunning):
@@ -221,6 +222,22 @@ async def cancelled(output_dir: Path, job: str) -> bool:
     async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
         await cluster.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=job))
     return True
+
+
+def node_rows(
+    gpus: Iterable[control_pb2.GpuStatus], submissions: Iterable[cluster_pb2.Submission], jobs: Collection[str] = ()
+) -> list[Row]:
+    """One row a node: its slots, those that no job has, and its jobs. `jobs`: only nodes of these."""
+    job_of = {gpu: each.job for each in submissions for gpu in each.gpus}
+    by_node: dict[NodeId, list[str]] = {}
+    for gpu in gpus:
+        # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
+        by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
+    rows: list[Row] = [
+        {"node": node, "slots": len(owners), "free": owners.count(""), "jobs": sorted({*filter(None, owners)})}
+        for node, owners in by_node.items()
+    ]
+    return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]
 
 
 def row_of(each: cluster_pb2.Submission) -> Row:

@@ -184,8 +184,8 @@ def _parser() -> Parser:
     completion.set_defaults(form="table", output_dir="", script=script)
     doctor = command("doctor", "Check whether this machine has everything that a job needs.", output_dir=None)
     doctor.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="the job, as for `run` (default: any)")
-    get = command("get", "List jobs, their evaluations, the GPUs of live jobs, or their dead letters.")
-    get.add_argument("what", choices=["jobs", "evaluations", "gpus", "deadletters"])
+    get = command("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
+    get.add_argument("what", choices=["jobs", "evaluations", "gpus", "nodes", "deadletters"])
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
     for name, description in (
         ("describe", "Show a job: its state, components, iterations and evaluations."),

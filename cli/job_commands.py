@@ -58,6 +58,10 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         rows = await _job_rows(names, output_dir)
         show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
         return 0
+    if what == "nodes":
+        rows = cluster.node_rows(await cluster.gpus(output_dir), await cluster.submissions(output_dir), names)
+        show(rows, cluster.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
+        return 0
     folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []
     if what == "gpus" and not names and (shared := await cluster.gpus(output_dir)):

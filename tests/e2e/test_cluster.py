@@ -118,6 +118,8 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     cluster.run("cancel", "never")
     cluster.until("never", state="cancelled")
     assert len(json.loads(cluster.run("get", "gpus", "-o", "json"))) == 6
+    (node,) = json.loads(cluster.run("get", "nodes", "-o", "json"))
+    assert (node["node"], node["slots"]) == ("n0", 6)
     for job in ("one", "two", "late"):
         cluster.until(job, state="finished")
     told = cluster.told()

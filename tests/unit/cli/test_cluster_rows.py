@@ -1,0 +1,22 @@
+"""`get nodes`: who has the slots of a cluster's nodes."""
+
+from __future__ import annotations
+
+from cli.cluster import node_rows
+from tidegate.v1 import cluster_pb2, control_pb2
+
+
+def gpu(name: str, job: str = "") -> control_pb2.GpuStatus:
+    return control_pb2.GpuStatus(gpu=name, job=job)
+
+
+def test_a_slot_is_free_where_neither_a_placed_job_nor_the_ownership_map_has_it() -> None:
+    gpus = [gpu("n0/0", "one"), gpu("n0/1"), gpu("n0/2"), gpu("n1/0", "killed"), gpu("n1/1")]
+    placed = [cluster_pb2.Submission(job="one", gpus=["n0/0", "n0/1"]), cluster_pb2.Submission(job="waits")]
+    rows = node_rows(gpus, placed)
+    assert rows == [
+        {"node": "n0", "slots": 3, "free": 1, "jobs": ["one"]},
+        {"node": "n1", "slots": 2, "free": 1, "jobs": ["killed"]},
+    ]
+    assert node_rows(gpus, placed, ["one"]) == rows[:1]
+    assert node_rows([], []) == []
