@@ -18,10 +18,7 @@ from tidegate.launcher.claim import Start, write_private
 from tidegate.launcher.outcome import End
 from tidegate.launcher.run import NotRecorded, RunRequest, run_job
 from tidegate.logs import configure_logging
-from tidegate.runtime.spawner import Spawner
 from tidegate.v1 import control_pb2, events_pb2
-
-_SERVICES = ("services.scheduler", "services.actor", "services.rollout", "services.inference")
 
 
 class _Unseen:
@@ -51,19 +48,16 @@ def main() -> int:
     parser.add_argument("--command", required=True, help="what a person types to submit the job again")
     args = parser.parse_args()
     config = JobConfig.read(args.config)
-    spawner = Spawner.begin(_SERVICES)  # before anything starts a thread
     configure_logging("launcher", level="WARNING")
-    end, message = _run(config, Start(args.treatment), args.command, spawner)
-    if spawner is not None:
-        spawner.close()
+    end, message = _run(config, Start(args.treatment), args.command)
     write_private(args.end, json.dumps({"end": end, "message": message}))
     return int(end is not End.FINISHED)
 
 
-def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None) -> tuple[End, str]:
+def _run(config: JobConfig, start: Start, command: str) -> tuple[End, str]:
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force")
     try:
-        outcome = asyncio.run(run_job(request, _Unseen(), start_child=spawner.start if spawner else None))
+        outcome = asyncio.run(run_job(request, _Unseen()))
     except (ConfigError, NotRecorded) as error:
         return End.FAILED, str(error)
     return outcome.end, outcome.reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,8 +42,7 @@ def test_threads_of_cudas_libraries_are_no_hindrance_to_a_fork_and_a_context_is(
             version=SimpleNamespace(cuda=cuda), cuda=SimpleNamespace(is_initialized=lambda: is_initialized)
         )
 
-    assert are_of_cuda(torch("13.0", is_initialized=False))
-    assert not are_of_cuda(torch("13.0", is_initialized=True))
-    assert not are_of_cuda(torch(None, is_initialized=False))
-    with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(are_of_cuda, torch("13.0", is_initialized=False)).result()
+    assert are_of_cuda(torch("13.0", is_initialized=False), num_of_python=1)
+    assert not are_of_cuda(torch("13.0", is_initialized=False), num_of_python=2)
+    assert not are_of_cuda(torch("13.0", is_initialized=True), num_of_python=1)
+    assert not are_of_cuda(torch(None, is_initialized=False), num_of_python=1)

@@ -19,7 +19,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.launcher.preflight import check_engine, check_servers, check_weights
-from tidegate.launcher.services import TRACKER, JobServices
+from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
 from tidegate.pace.steps import PacedSteps, paced_steps
@@ -61,9 +61,10 @@ from tidegate.runtime.cancellation import raise_if_cancelled
 from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
-from tidegate.runtime.processes import ServiceEnd, StartChild
+from tidegate.runtime.processes import ServiceEnd
 from tidegate.runtime.server_kinds import ServerGuard
 from tidegate.runtime.service import connect_bus
+from tidegate.runtime.spawner import Spawner
 from tidegate.timeline import Window, read_spans, write_trace
 from tidegate.types import job_id
 from tidegate.v1 import control_pb2
@@ -107,8 +108,8 @@ async def check_job(request: RunRequest) -> Job:
     return job
 
 
-async def run_job(request: RunRequest, view: View, *, start_child: StartChild | None = None) -> Outcome:
-    """The outcome of the run. `start_child` starts the services' processes (`Supervisor`).
+async def run_job(request: RunRequest, view: View) -> Outcome:
+    """The outcome of the run.
 
     Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
     """
@@ -128,7 +129,7 @@ async def run_job(request: RunRequest, view: View, *, start_child: StartChild | 
             with claiming as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
-                run = _Run(claim, request, view, start_ns=start_ns, start_child=start_child)
+                run = _Run(claim, request, view, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
             if not signals:
@@ -203,10 +204,7 @@ def _nothing_done(request: RunRequest, message: str, *, start_ns: int, stopped_b
 class _Run:
     """One run in its claimed folder."""
 
-    def __init__(
-        self, claim: Claim, request: RunRequest, view: View, *, start_ns: int, start_child: StartChild | None
-    ) -> None:
-        self._start_child = start_child
+    def __init__(self, claim: Claim, request: RunRequest, view: View, *, start_ns: int) -> None:
         self._claim = claim
         self._folder = claim.folder
         self._config = claim.config
@@ -220,7 +218,7 @@ class _Run:
     async def to_its_end(self, signals: list[signal.Signals]) -> Outcome:
         end, message = End.INTERRUPTED, ""
         try:
-            end = await self._with_servers()
+            end = await self._with_spawner()
             message = self._status().message
             if end is End.FAILED:
                 message = self._going_on(message)
@@ -276,11 +274,17 @@ class _Run:
         end_attempt(attempt, record, now_unix_s=time.time())
         return outcome
 
-    async def _with_servers(self) -> End:
+    async def _with_spawner(self) -> End:
+        """It imports the services' modules while the servers start."""
+        env, log = service_env(self._config.cluster.device), self._claim.attempt.logs / "spawner.out"
+        with closing(Spawner.begin(FORKED, env=env, log_path=log)) as spawner:
+            return await self._with_servers(spawner)
+
+    async def _with_servers(self, spawner: Spawner) -> End:
         """Starts an embedded server for each empty URL."""
         urls = self._config.servers
         if urls.nats_url and urls.redis_url:
-            return await self._with_services()
+            return await self._with_services(spawner)
         self._view.step("NATS and Redis")
         memory = Path(self._config.runtime.host_memory_root)
         own, *users = (credential_folder(memory, party) for party in (Party.NODE, Party.SCHEDULER, Party.JOB))
@@ -294,7 +298,7 @@ class _Run:
                 found |= {"redis_url": servers.store.url, "redis_credentials": job_credentials}
             self._config = self._config.model_copy(update={"servers": urls.model_copy(update=found)})
             write_private(self._folder.config, self._config.to_json())
-            return await _first_of(self._with_services(), self._servers_died(servers))
+            return await _first_of(self._with_services(spawner), self._servers_died(servers))
 
     async def _servers_died(self, servers: EmbeddedServers) -> End:
         dead = await servers.first_exit()
@@ -304,29 +308,29 @@ class _Run:
             "it acknowledged is on disk"
         )
 
-    async def _with_services(self) -> End:
+    async def _with_services(self, spawner: Spawner) -> End:
         room = room_after(self._folder.events, attempt=self._claim.attempt.number)
-        async with AsyncExitStack() as closing:
+        async with AsyncExitStack() as stack:
             bus = await connect_bus(
                 self._config,
                 name=SOURCE,
                 opens_after=room,
             )
-            closing.push_async_callback(bus.close)
+            stack.push_async_callback(bus.close)
             if not await self._goes_on_from_the_file(bus):
                 await bus.streams.begin_anew(job_id(self._config.job), after_sequence=room)
             gives_up_after_s = None if self._request.config.servers.nats_url else SILENT_S
             self._follower = JobFollower(bus, self._config, self._folder, self._view, gives_up_after_s=gives_up_after_s)
-            closing.push_async_callback(self._keep_events, self._follower)
+            stack.push_async_callback(self._keep_events, self._follower)
             services = JobServices(
                 self._config,
                 self._folder,
                 sockets=host_memory_folder(self._request.config),
                 boot=self._claim.boot,
-                start_child=self._start_child,
+                start_child=spawner.start,
             )
-            closing.push_async_callback(services.stop)
-            closing.push_async_callback(self._follower.look_once_more)
+            stack.push_async_callback(services.stop)
+            stack.push_async_callback(self._follower.look_once_more)
             raise_if_cancelled()
             source = EventSource(SOURCE, role=None, boot=self._claim.boot, now_ns=time.time_ns)
             is_resumed = self._request.start is Start.RESUME
@@ -338,6 +342,8 @@ class _Run:
             await self._follower.submit(source, resume=is_resumed, checkpoint=self._claim.checkpoint)
             raise_if_cancelled()
             self._view.step("fork servers and services")
+            await spawner.ready()
+            raise_if_cancelled()
             services.start()
             return await _first_of(
                 self._follower.end(), self._services_failed(services), self._events_unusable(self._follower)

@@ -40,6 +40,8 @@ from tidegate.types import NodeId, Role, instance_id
 
 SCHEDULER = "scheduler"
 TRACKER = "tracking"
+FORKED = ("services.scheduler", *(f"services.{role}" for role in Role))
+"""The services that a spawner imports once for all of them."""
 _PRELOAD = (
     "tidegate.megatron.cpu_stand_in:install",
     "services.actor.worker",

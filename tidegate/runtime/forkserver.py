@@ -184,17 +184,17 @@ def preload(names: Sequence[str]) -> None:
     if torch is not None:
         torch.set_num_threads(1)
     num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads != 1 and not (torch is not None and are_of_cuda(torch)):
+    if num_threads != 1 and not (torch is not None and are_of_cuda(torch, num_of_python=threading.active_count())):
         raise SystemExit(
             f"tidegate forkserver: {num_threads} threads run after preloading {', '.join(names)}; a fork would lose "
             f"{num_threads - 1} of them and keep their locks: preload only modules that start no thread"
         )
 
 
-def are_of_cuda(torch: Any) -> bool:
+def are_of_cuda(torch: Any, *, num_of_python: int) -> bool:
     """Whether further threads are those that the libraries of CUDA start when they are loaded: they wait, and a worker
     makes a context of its own. A context of this process would be lost in a fork."""
-    return torch.version.cuda is not None and not torch.cuda.is_initialized() and threading.active_count() == 1
+    return torch.version.cuda is not None and not torch.cuda.is_initialized() and num_of_python == 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,8 @@ _ARG_START = 45
 
 
 def set_process_title(title: str) -> None:
-    """Cuts the title to the length of the present command line. Does nothing where the kernel hides its place."""
+    """Cuts the title to the length of the present command line. Does nothing where the kernel hides its place. Words of
+    a command line are parted by null bytes."""
     behind_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(behind_name[_ARG_START]), int(behind_name[_ARG_START + 1])
     if not 0 < start < end:

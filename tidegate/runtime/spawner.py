@@ -1,9 +1,11 @@
 """Starts services as forks of a process that has imported them, in place of new interpreters.
 
-A service imports for a second of a core before it does anything, and a job has seven of them. The spawner is forked
-from the launcher, before that has threads. For each service it forks twice, and the first fork ends at once. So the
-kernel gives the service to its nearest subreaper, which the launcher has made itself: the launcher is the service's
-parent, as if it had started it.
+    python -m tidegate.runtime.spawner CONNECTION_FD LAUNCHER_PID MODULE,... ROOM
+
+A service imports for a second of a core before it does anything, and a job has seven of them. The launcher starts the
+spawner, which imports while the launcher does other things. For each service it forks twice, and the first fork ends at
+once. So the kernel gives the service to its nearest subreaper, which the launcher has made itself: the launcher is the
+service's parent, as if it had started it. ROOM is room for the services' command lines, which `ps` shows.
 
     launcher -> spawner -> (ended) -> service        launcher -> service
 
@@ -18,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import importlib
@@ -26,21 +29,28 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, Self
 
 import structlog
 
 from tidegate.json_text import parse_json
 from tidegate.runtime.child import RESET_SIGNALS, die_with_parent, take_log
+from tidegate.runtime.launch import until_readable
 from tidegate.runtime.process_title import set_process_title
 from tidegate.runtime.processes import Child, ServiceSpec, started
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_REQUEST_BYTES = 128 * 1024
+_ROOM_BYTES = 4096
+_READY = b"ready"
+_READY_S = 60.0
+"""The imports take 2 s, and 10 s from a cold disk."""
 _ANSWER_S = 10.0
 """Two forks take some 20 ms on a busy machine."""
 
@@ -58,35 +68,48 @@ class Forked:
 
 
 class Spawner:
-    """`begin` makes it. Use it on the thread that made it."""
+    """`begin` makes it. Use it on the thread that made it, and call `start` once `ready` has returned."""
 
-    def __init__(self, connection: socket.socket, pid: int, modules: frozenset[str]) -> None:
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes], modules: frozenset[str]) -> None:
         self._connection = connection
-        self._pid = pid
+        self._process = process
         self._modules = modules
         self._log = structlog.get_logger("spawner")
 
     @classmethod
-    def begin(cls, modules: Sequence[str]) -> Self | None:
-        """Imports the services' modules, which have a `main`, and forks the spawner.
-
-        None where this process has several threads: a fork would lose them and keep their locks."""
-        for module in modules:
-            importlib.import_module(f"{module}.__main__")
-        if len(os.listdir("/proc/self/task")) != 1:
-            return None
+    def begin(cls, modules: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> Self:
+        """Starts the spawner of services' modules, whose `__main__` has a `main`. `env` is added to that of this
+        process. OSError."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            return None
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+        log_path.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launcher = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            own.close()
-            _serve(other, launcher)
-        other.close()
-        own.settimeout(_ANSWER_S)
-        return cls(own, pid, frozenset(modules))
+        words = (str(other.fileno()), str(os.getpid()), ",".join(modules), "-" * _ROOM_BYTES)
+        with other, open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tidegate.runtime.spawner", *words],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **env},
+                # The terminal's Ctrl-C is the launcher's affair.
+                start_new_session=True,
+            )
+        return cls(own, process, frozenset(modules))
+
+    async def ready(self) -> None:
+        """Returns once it has imported the modules. If it cannot, all services will be new programs."""
+        self._connection.setblocking(False)
+        try:
+            async with asyncio.timeout(_READY_S):
+                await until_readable(self._connection.fileno())
+            if self._connection.recv(64) != _READY:
+                raise ConnectionResetError("it ended while it imported")
+        except (OSError, TimeoutError) as error:
+            self._given_up(error)
+        self._connection.settimeout(_ANSWER_S)
 
     def start(self, spec: ServiceSpec) -> Child:
         """A fork of the spawner where the service is one that it has imported, else a new interpreter."""
@@ -94,51 +117,55 @@ class Spawner:
         if words[:2] != (sys.executable, "-m") or words[2] not in self._modules:
             return started(spec)
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        request = {"words": words[2:], "log": str(spec.log_path), "env": dict(spec.env)}
+        request = {"words": words, "log": str(spec.log_path), "env": dict(spec.env)}
         try:
             self._connection.send(json.dumps(request).encode())
             return Forked(int(parse_json(self._connection.recv(64))))
         except (OSError, ValueError) as error:
-            # It is gone, or hangs: without it a service takes a second more.
-            self._log.warning("spawner does not answer", error=str(error))
-            self._modules = frozenset()
+            self._given_up(error)
             return started(spec)
+
+    def _given_up(self, error: Exception) -> None:
+        """Without it a service takes a second more."""
+        self._log.warning("spawner does not answer", error=str(error))
+        self._modules = frozenset()
 
     def close(self) -> None:
         """Ends the spawner. The services stay."""
         self._connection.close()
-        os.waitpid(self._pid, 0)
+        self._process.kill()
+        self._process.wait()
 
 
-def _serve(connection: socket.socket, launcher: int) -> NoReturn:
-    """The spawner: forks a service for each request, until the launcher has closed the connection."""
-    status = 1
-    try:
-        die_with_parent(launcher)
-        for number in RESET_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        # The terminal's Ctrl-C is the launcher's affair.
-        os.setsid()
-        gc.freeze()
-        while request := connection.recv(_MAX_REQUEST_BYTES):
-            told, tell = os.pipe()
-            between = os.fork()
-            if between == 0:
-                service = os.fork()
-                if service == 0:
-                    _become(request, connection, (told, tell), launcher)
-                os.write(tell, b"%d" % service)
-                os._exit(0)
-            os.close(tell)
-            os.waitpid(between, 0)
-            connection.send(os.read(told, 32))
-            os.close(told)
-        status = 0
-    except BaseException:  # noqa: BLE001 # the edge of the process
-        traceback.print_exc()
-    finally:
-        # Never return into the launcher's code, whatever was raised.
-        os._exit(status)
+def main(arguments: Sequence[str]) -> int:
+    fd, launcher, modules, _ = arguments
+    die_with_parent(int(launcher))
+    set_process_title(" ".join(("python", "-m", "tidegate.runtime.spawner", modules)))
+    connection = socket.socket(fileno=int(fd))
+    os.set_inheritable(connection.fileno(), False)
+    for module in modules.split(","):
+        importlib.import_module(f"{module}.__main__")
+    if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+        print(f"spawner: {num_threads} threads run after the imports; a fork would lose them", file=sys.stderr)
+        return 1
+    for number in RESET_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    gc.freeze()
+    connection.send(_READY)
+    while request := connection.recv(_MAX_REQUEST_BYTES):
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            service = os.fork()
+            if service == 0:
+                _become(request, connection, (told, tell), int(launcher))
+            os.write(tell, b"%d" % service)
+            os._exit(0)
+        os.close(tell)
+        os.waitpid(between, 0)
+        connection.send(os.read(told, 32))
+        os.close(told)
+    return 0
 
 
 def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], launcher: int) -> NoReturn:
@@ -150,12 +177,12 @@ def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], la
             os.close(fd)
         os.setsid()
         fields = parse_json(request)
-        module, *words = fields["words"]
+        python, flag, module, *words = fields["words"]
         take_log(fields["log"])
         while os.getppid() != launcher:  # until the fork in between has ended: the kernel does it within microseconds
             time.sleep(0)
         die_with_parent(launcher)
-        set_process_title(" ".join(("python", "-m", module, *words)))
+        set_process_title("\0".join((python, flag, module, *words)))
         os.environ.update(fields["env"])
         random.seed()
         sys.argv = [module, *words]
@@ -173,3 +200,7 @@ def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], la
             except OSError:
                 status = status or 1
         os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,14 +24,14 @@ from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.spawner import Spawner
 
 what, folder, module, loses_it = sys.argv[1:5]
-spawner = Spawner.begin(["tests.integration.runtime.spawned"])
-assert spawner is not None
+spawner = Spawner.begin(["tests.integration.runtime.spawned"], env={}, log_path=Path(folder, "spawner.log"))
 
 async def main():
+    await spawner.ready()
     supervisor = Supervisor(spawner.start)
     if loses_it == "True":
-        os.kill(spawner._pid, 9)
-        os.waitid(os.P_PID, spawner._pid, os.WEXITED | os.WNOWAIT)
+        os.kill(spawner._process.pid, 9)
+        os.waitid(os.P_PID, spawner._process.pid, os.WEXITED | os.WNOWAIT)
     command = (sys.executable, "-m", module, what, folder + "/told")
     supervisor.start(ServiceSpec("s", command, Path(folder, "log"), env={"WORD": "given"}))
     print(supervisor.pid("s"), flush=True)
@@ -80,7 +80,7 @@ def test_a_service_is_a_child_of_its_launcher_and_dies_with_it(tmp_path: Path) -
     assert (found["pid"], found["parent"], found["session"]) == (service.pid, launcher.pid, service.pid)
     assert found["word"] == "given"
     assert found["fds"] == [0, 1, 2], "none of the spawner's, and not the one of the file that it writes"
-    assert SERVICE in " ".join(service.cmdline())
+    assert service.cmdline()[:4] == [sys.executable, "-m", SERVICE, "stay"]
     children = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.communicate()
@@ -102,3 +102,17 @@ def test_what_the_spawner_does_not_have_is_started_as_a_new_program(tmp_path: Pa
     *_, pid, end = out.splitlines()
     assert parse_json(end) == [int(pid), 3]
     assert told(tmp_path)["word"] == "given"
+
+
+def test_a_spawner_that_cannot_import_leaves_all_to_new_programs(tmp_path: Path) -> None:
+    script = LAUNCHER.replace('begin(["tests', 'begin(["no.such.module", "tests')
+    launcher = subprocess.run(
+        [sys.executable, "-c", script, "return", str(tmp_path), SERVICE, "False"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "it ended while it imported" in launcher.stdout + launcher.stderr
+    assert parse_json(launcher.stdout.splitlines()[-1])[1] == 3
+    assert "No module named 'no'" in (tmp_path / "spawner.log").read_text()
