@@ -1,4 +1,4 @@
-"""The agent of a machine: `python -m services.node --output-dir FOLDER --nodes n0=8 ...`.
+"""The agent of a machine: `python -m services.node --output-dir FOLDER --slots JSON ...`.
 
 It keeps a whole cluster on this machine: NATS and Redis, the gates, a fork server, the cluster's scheduler, and the
 launchers of the jobs that the scheduler asks for. All of them are its children and die with it. The queue is in the
@@ -32,7 +32,7 @@ from pathlib import Path
 import grpc
 import structlog
 
-from services.node.jobs import NodeJobs, StillRuns
+from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
@@ -49,6 +49,7 @@ from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
+from tidegate.runtime.spawner import Spawner
 from tidegate.types import JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -73,7 +74,8 @@ class Agent:
         self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
         """The credentials of the jobs that the servers let in."""
         self._servers = EmbeddedServers(folder.servers, guard=self._guard())
-        self._supervisor = Supervisor()
+        self._spawner = Spawner.begin((LAUNCHER,), env=service_env(slots.device), log_path=folder.logs / "spawner.out")
+        self._supervisor = Supervisor(self._spawner.start)
         self._log = structlog.get_logger(SOURCE)
 
     async def run(self) -> None:
@@ -95,6 +97,7 @@ class Agent:
             servicer.jobs = jobs
             server = await serve([served], "127.0.0.1:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+            closing.callback(self._spawner.close)
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
             fork_server = self._spec(FORK_SERVER, forkserver_command(self._fork_server))
@@ -145,6 +148,7 @@ class Agent:
         return ServerGuard.of(self._credentials.of(Party.NODE), *users)
 
     async def _prepared(self, config: JobConfig) -> JobConfig:
+        await self._spawner.ready()
         job = job_id(config.job)
         self._jobs_in[job] = self._credentials.issue_to_job(job)
         await self._servers.let_in(self._guard())

@@ -35,6 +35,7 @@ KEPT = 256
 """The ended starts that are told. The scheduler, who asks each second, has recorded earlier ones long ago."""
 STOP_TIMEOUT_S = 60.0
 """The time for a launcher's orderly end. Its own children have 10 s each."""
+LAUNCHER = "services.node.launch"
 _JOB = "job-"
 
 
@@ -98,7 +99,7 @@ class NodeJobs:
             words = ("--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job)))
             spec = ServiceSpec(
                 name=f"{_JOB}{job}",
-                command=(sys.executable, "-m", "services.node.launch", *words, "--command", command),
+                command=(sys.executable, "-m", LAUNCHER, *words, "--command", command),
                 log_path=self._folder.logs / f"{_JOB}{job}.out",
                 env=service_env(config.cluster.device),
                 stop_timeout_s=STOP_TIMEOUT_S,

@@ -35,7 +35,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import structlog
 
@@ -74,11 +74,12 @@ class Spawner:
         self._connection = connection
         self._process = process
         self._modules = modules
+        self._is_ready = False
         self._log = structlog.get_logger("spawner")
 
     @classmethod
     def begin(cls, modules: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> Self:
-        """Starts the spawner of services' modules, whose `__main__` has a `main`. `env` is added to that of this
+        """Starts the spawner of services' modules, which have a `main`. `env` is added to that of this
         process. OSError."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -100,7 +101,10 @@ class Spawner:
         return cls(own, process, frozenset(modules))
 
     async def ready(self) -> None:
-        """Returns once it has imported the modules. If it cannot, all services will be new programs."""
+        """Returns once it has imported the modules, and at once after that. If it cannot, all services will be new
+        programs."""
+        if self._is_ready:
+            return
         self._connection.setblocking(False)
         try:
             async with asyncio.timeout(_READY_S):
@@ -110,6 +114,7 @@ class Spawner:
         except (OSError, TimeoutError) as error:
             self._given_up(error)
         self._connection.settimeout(_ANSWER_S)
+        self._is_ready = True
 
     def start(self, spec: ServiceSpec) -> Child:
         """A fork of the spawner where the service is one that it has imported, else a new interpreter."""
@@ -144,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(fd))
     os.set_inheritable(connection.fileno(), False)
     for module in modules.split(","):
-        importlib.import_module(f"{module}.__main__")
+        _program(module)
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         print(f"spawner: {num_threads} threads run after the imports; a fork would lose them", file=sys.stderr)
         return 1
@@ -168,6 +173,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _program(module: str) -> Any:
+    """What `python -m MODULE` runs: a package's `__main__`, or the module."""
+    found = importlib.import_module(module)
+    return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
+
+
 def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], launcher: int) -> NoReturn:
     """The service, from here to its end."""
     status = 1
@@ -186,7 +197,7 @@ def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], la
         os.environ.update(fields["env"])
         random.seed()
         sys.argv = [module, *words]
-        status = sys.modules[f"{module}.__main__"].main() or 0
+        status = _program(module).main() or 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
