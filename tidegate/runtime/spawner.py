@@ -145,7 +145,7 @@ class Spawner:
 def main(arguments: Sequence[str]) -> int:
     fd, launcher, modules, _ = arguments
     die_with_parent(int(launcher))
-    set_process_title(" ".join(("python", "-m", "tidegate.runtime.spawner", modules)))
+    set_process_title("\0".join((sys.executable, "-m", "tidegate.runtime.spawner")))
     connection = socket.socket(fileno=int(fd))
     os.set_inheritable(connection.fileno(), False)
     for module in modules.split(","):
