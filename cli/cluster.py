@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import json
 import os
 import select
@@ -34,8 +33,9 @@ from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
-from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
+from tidegate.launcher.lock import held_by
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
@@ -254,20 +254,8 @@ def row_of(each: cluster_pb2.Submission) -> Row:
 
 def agent_pid(folder: ClusterFolder) -> int | None:
     """The pid of the agent that has the folder now."""
-    try:
-        fd = os.open(folder.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        with suppress(ValueError, KeyError):
-            record = typed(dict, parse_json(os.pread(fd, 1024, 0)), "the agent's lock")
-            return whole_number(record["pid"], "pid")
-        return None
-    finally:
-        os.close(fd)
+    pid = held_by(folder.lock)
+    return int(pid) if pid is not None and pid.isdecimal() else None
 
 
 @asynccontextmanager

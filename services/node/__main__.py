@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -43,6 +42,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
+from tidegate.launcher.lock import held
 from tidegate.launcher.services import fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
@@ -193,16 +193,10 @@ class Agent:
 def locked(folder: ClusterFolder) -> Iterator[None]:
     """AgentRuns."""
     folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down") from None
+    is_up = AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down")
+    with held(folder.lock, lambda _: is_up) as fd:
         os.pwrite(fd, json.dumps({"pid": os.getpid()}).encode().ljust(64), 0)
         yield
-    finally:
-        os.close(fd)
 
 
 def main() -> int:

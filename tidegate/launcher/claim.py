@@ -20,7 +20,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -45,7 +44,7 @@ from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lineage import changes_of_samples
-from tidegate.launcher.lock import LOCK, holder_of, launcher_pid, lock_record
+from tidegate.launcher.lock import LOCK, held, launcher_pid, lock_record
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
 from tidegate.lr.checkpoint import decoded, resumed
@@ -122,7 +121,7 @@ def claim_folder(
     folder = JobFolder.of(job.config)
     refuse_claim(job.config, start, fresh_command=fresh_command, resume_command=resume_command)
     _make_folder(folder.root)
-    with _lock(folder.root / LOCK) as lock_fd:
+    with held(folder.root / LOCK, lambda pid: CannotStart(_running(folder, pid))) as lock_fd:
         # Check again under the lock: another launcher may have been here in between.
         if start is Start.FRESH:
             _refuse_occupied(folder, fresh_command, resume_command)
@@ -286,19 +285,6 @@ def _make_folder(root: Path) -> None:
 
 def _unmakeable(root: Path, error: OSError) -> CannotStart:
     return CannotStart(f"the job's folder {root} cannot be made ({error.strerror}): choose another output folder")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CannotStart(_running(JobFolder(path.parent), holder_of(fd))) from None
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:

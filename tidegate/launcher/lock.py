@@ -1,4 +1,5 @@
-"""The lock that lets only one launcher run a job: a file in the job's folder. Its record has the holder's pid and boot.
+"""Locks that let only one launcher run a job, and one agent have a cluster: a file, whose record has the holder's pid
+and a launcher's boot.
 
 Invariant: the lock dies with its holder, so its record is true for a live launcher.
 [test_claim: a_running_job_is]
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +21,13 @@ LOCK = "launcher.lock"
 
 def launcher_pid(folder: JobFolder) -> str | None:
     """The pid of the launcher that runs the job now. None when there is none."""
+    return held_by(folder.root / LOCK)
+
+
+def held_by(path: Path) -> str | None:
+    """The pid of the lock's holder, "unknown" where its record says none. None when nobody holds it."""
     try:
-        fd = os.open(folder.root / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -30,6 +36,22 @@ def launcher_pid(folder: JobFolder) -> str | None:
         return holder_of(fd)
     else:
         return None
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def held(path: Path, busy: Callable[[str], Exception]) -> Iterator[int]:
+    """Makes the file where it is missing, and holds the lock within the block. Gives the descriptor for the record.
+
+    Raises `busy` of the holder's pid where another process holds it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy(holder_of(fd)) from None
+        yield fd
     finally:
         os.close(fd)
 

@@ -133,7 +133,7 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
         ),
         (
             ["get", "cakes"],
-            "what: 'cakes' is not one of jobs, evaluations, gpus, deadletters; `tidegate get --help` lists the",
+            "what: 'cakes' is not one of jobs, evaluations, gpus, nodes, deadletters; `tidegate get --help` lists the",
         ),
         (["deadletter", "drop", "small", "x"], "ID: invalid int value: 'x'; `tidegate deadletter --help` lists the"),
         (["get", "jobs", "-o", "xml"], "-o: 'xml' is not one of table, json, yaml; `tidegate get --help` lists the"),
