@@ -180,8 +180,11 @@ PARTS: Mapping[str, Part] = {
     "a plan that is looked at while it waits": Part(rules={"fresh_share": 1e6}),
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
-    "changes of all later minibatches": Part((_without_changes(lambda trainer, _: np.count_nonzero(trainer) > 1),)),
-    "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: trainer.any() and own.any()),)),
+    "changes of all later minibatches": Part(
+        (_without_changes(lambda trainer, own: np.count_nonzero(trainer) > 1 and not own.any()),)
+    ),
+    "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) == 1),)),
+    "the same from a minibatch on": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) > 1),)),
     # Moves
     "a move must gain": Part(
         _named(Foresight, "_or_stay", lambda self, forecast, found: found),
