@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from services.scheduler.policy.opening_order import longest_first, short_between
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.policy.tide.foresight import ELSEWHERE_GAIN, Foresight, TideRules
 from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import (
     best_of,
@@ -169,6 +171,19 @@ def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     assert (around.trainer + around.inference).max() <= 64
     rows = {(*around.start_s[[at]], *around.trainer[at], *around.inference[at]) for at in range(around.count)}
     assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
+
+
+def test_a_plan_that_waits_is_given_up_only_for_a_much_better_one() -> None:
+    situation, simulated = opened(PUBLISHED, 0)
+    own = forecast(situation, simulated, tuple(range(512)))
+    foresight, late = Foresight(TideRules()), Plans(np.array([own.span_s]), np.full((1, 4), 60), np.full((1, 4), 4))
+    waits = search(own, late, rounds=1)
+    found = foresight._elsewhere(own, waits, 4)
+    assert found.end_s < (1 - ELSEWHERE_GAIN) * waits.end_s
+    assert found.plan.start_s[0] < waits.plan.start_s[0] / 2
+    assert foresight._elsewhere(own, found, 4) is found
+    has_trainer = replace(own, cluster=replace(own.cluster, num_trainer_gpus=4))
+    assert foresight._elsewhere(has_trainer, waits, 4) is waits
 
 
 def test_inference_gives_gpus_to_the_trainer_from_a_minibatch_on() -> None:
