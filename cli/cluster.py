@@ -40,7 +40,7 @@ from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.types import GpuId, NodeId, node_of
-from tidegate.v1 import cluster_pb2, cluster_pb2_grpc, control_pb2
+from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 UP_TIMEOUT_S = 60.0
 """It takes 2 s. A store with a long history is read again first."""
@@ -50,7 +50,7 @@ ANSWER_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
-NODE_COLUMNS = ("node", "slots", "free", "jobs")
+NODE_COLUMNS = ("node", "state", "slots", "free", "jobs")
 
 
 class NoCluster(NotRunning):
@@ -207,12 +207,22 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-async def gpus(output_dir: Path) -> list[control_pb2.GpuStatus]:
+async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
     """Those of the cluster of this folder; none where no cluster is up."""
     with suppress(NoCluster):
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-            return list((await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())).gpus)
-    return []
+            return await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
+    return cluster_pb2.ListClusterGpusResponse()
+
+
+async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:
+    """Takes a node away from the cluster's jobs, or gives it back. NoCluster."""
+    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+        answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
+    how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
+    row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
+    print(answer_text(row, f"node {node} {how}", form))
+    return 0
 
 
 async def cancelled(output_dir: Path, job: str) -> bool:
@@ -225,16 +235,24 @@ async def cancelled(output_dir: Path, job: str) -> bool:
 
 
 def node_rows(
-    gpus: Iterable[control_pb2.GpuStatus], submissions: Iterable[cluster_pb2.Submission], jobs: Collection[str] = ()
+    there: cluster_pb2.ListClusterGpusResponse,
+    submissions: Iterable[cluster_pb2.Submission],
+    jobs: Collection[str] = (),
 ) -> list[Row]:
     """One row a node: its slots, those that no job has, and its jobs. `jobs`: only nodes of these."""
     job_of = {gpu: each.job for each in submissions for gpu in each.gpus}
     by_node: dict[NodeId, list[str]] = {}
-    for gpu in gpus:
+    for gpu in there.gpus:
         # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
         by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
     rows: list[Row] = [
-        {"node": node, "slots": len(owners), "free": owners.count(""), "jobs": sorted({*filter(None, owners)})}
+        {
+            "node": node,
+            "state": "drained" if node in there.drained_nodes else "ready",
+            "slots": len(owners),
+            "free": owners.count(""),
+            "jobs": sorted({*filter(None, owners)}),
+        }
         for node, owners in by_node.items()
     ]
     return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]

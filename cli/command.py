@@ -137,6 +137,8 @@ def _run(args: argparse.Namespace) -> int:
             return asyncio.run(scaling.scale(args.job, manual_arguments.wish_of(args), output_dir, manner_of(args)))
         case "migrate":
             return asyncio.run(manual_moves.migrate(args.job, args.leaving, args.coming, output_dir, manner_of(args)))
+        case "drain" if not args.targets:
+            return asyncio.run(cluster.drain_node(args.job, output_dir, form, undo=args.undo))
         case "drain":
             return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
         case "why":

@@ -64,7 +64,7 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         return 0
     folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []
-    if what == "gpus" and not names and (shared := await cluster.gpus(output_dir)):
+    if what == "gpus" and not names and (shared := (await cluster.gpus(output_dir)).gpus):
         # The jobs of a cluster have one map, and its scheduler knows it.
         rows = jobs.gpu_status_rows(shared)
         own = {each.job for each in await cluster.submissions(output_dir)}

@@ -43,9 +43,11 @@ def add_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None
         ("--to", "coming", "as many free GPUs, in the same order"),
     ):
         migrate.add_argument(flag, dest=dest, type=_gpus, required=True, metavar="GPUS", help=help_)
-    drain = command("drain", "Take GPUs or nodes away from a live job, whatever its policy wants, until --undo.")
-    drain.add_argument("job", metavar="JOB")
-    drain.add_argument("targets", nargs="+", metavar="GPU|NODE", help="such as n0/3, or n0 for all its GPUs")
+    drain = command(
+        "drain", "Take GPUs or nodes away from a live job, or a node from all jobs of the cluster, until --undo."
+    )
+    drain.add_argument("job", metavar="JOB|NODE", help="a job with targets, or alone a node of the cluster")
+    drain.add_argument("targets", nargs="*", metavar="GPU|NODE", help="such as n0/3, or n0 for all its GPUs")
     drain.add_argument("--undo", action="store_true", help="give them back to the job")
     for each in (scale, migrate, drain):
         how = each.add_mutually_exclusive_group()

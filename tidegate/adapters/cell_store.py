@@ -41,7 +41,7 @@ from tidegate.ownership.records import (
     transition_number,
 )
 from tidegate.ports.store import Identity, JobState, LeadRecord, Ownership, StoreContents, Submissions
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
+from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
 
 T = TypeVar("T")
 
@@ -308,9 +308,21 @@ class CellStore:
         return None if found is None else found.decode()
 
     async def submissions(self) -> Submissions:
-        reading = await self._read(tables=("submissions",), cells=(tables.ROUNDS,))
+        reading = await self._read(tables=("submissions", "drained"), cells=(tables.ROUNDS,))
         texts = {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
-        return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS))
+        drained = frozenset(map(NodeId, reading.tables["drained"]))
+        return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS), drained)
+
+    async def drain_node(self, node: NodeId, *, undo: bool = False) -> None:
+        cell = tables.drained_cell(node)
+
+        def decide(reading: Reading) -> tuple[Writes, None]:
+            if (reading.cells[cell] is None) is undo:
+                return {}, None
+            rounds = tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS)
+            return {cell: None if undo else b"1", tables.ROUNDS: b"%d" % (rounds + 1)}, None
+
+        await self._write((cell, tables.ROUNDS), decide)
 
     async def write_submissions(
         self,

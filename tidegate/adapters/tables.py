@@ -9,6 +9,7 @@ Tables:
 - `submissions`: one text for each job of the cluster;
 - `configs:<job>`: the configs of a job that was submitted, each under its digest;
 - `cluster`: the number of rounds that have placed jobs;
+- `drained`: a cell for each node of the cluster that gets no jobs;
 - `leads:<job>`, `leases:<job>`, `commands:<job>`, `boots:<job>`.
 
 A transition is in exactly one of `open` and `closed:<job>`.
@@ -35,7 +36,7 @@ from tidegate.ownership.records import (
     encode_transition,
 )
 from tidegate.ports.store import Identity, JobState, LeadRecord
-from tidegate.types import LARGEST_TERM, GpuId, InstanceId, JobId, Role, TransitionId
+from tidegate.types import LARGEST_TERM, GpuId, InstanceId, JobId, NodeId, Role, TransitionId
 
 T = TypeVar("T")
 
@@ -57,6 +58,10 @@ def state_cell(job: JobId) -> Cell:
 
 
 ROUNDS = Cell("cluster", "rounds")
+
+
+def drained_cell(node: NodeId) -> Cell:
+    return Cell("drained", node)
 
 
 def configs_of(job: JobId) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate.ownership.records import GpuRecord, MoveState, Outcome, Transition
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, Role, Token, TransitionId
+from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +235,12 @@ class Boots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Submissions:
-    """The records of a cluster's jobs, each a text of its scheduler, and the number of rounds that have placed jobs."""
+    """The records of a cluster's jobs, each a text of its scheduler, the number of rounds that have placed jobs, and
+    the nodes that get none."""
 
     texts: Mapping[JobId, bytes]
     rounds: int
+    drained: frozenset[NodeId] = frozenset()
 
 
 class JobRegistry(Protocol):
@@ -260,6 +262,10 @@ class JobRegistry(Protocol):
 
         VersionConflict where a text is not as expected any more (None: not there), or another round was first.
         """
+        ...
+
+    async def drain_node(self, node: NodeId, *, undo: bool = False) -> None:
+        """The node gets no job from now on, until it is undone. A round that was decided before does not count."""
         ...
 
     async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:

@@ -49,6 +49,11 @@ class ClusterStub:
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/tidegate.v1.Cluster/DrainNode',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
         self.CancelSubmission = channel.unary_unary(
                 '/tidegate.v1.Cluster/CancelSubmission',
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.SerializeToString,
@@ -79,6 +84,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelSubmission(self, request, context):
         """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay.
         """
@@ -103,6 +115,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListClusterGpus,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.SerializeToString,
             ),
             'CancelSubmission': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelSubmission,
@@ -191,6 +208,33 @@ class Cluster:
             '/tidegate.v1.Cluster/ListClusterGpus',
             tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
             tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Cluster/DrainNode',
+            tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

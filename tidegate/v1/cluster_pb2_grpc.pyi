@@ -36,6 +36,8 @@ class ClusterStub:
     ListSubmissions: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]
     ListClusterGpus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]
     """The ownership map: all GPUs of the cluster."""
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]
+    """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
 
@@ -47,6 +49,8 @@ class ClusterAsyncStub(ClusterStub):
     ListSubmissions: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]  # type: ignore[assignment]
     ListClusterGpus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]  # type: ignore[assignment]
     """The ownership map: all GPUs of the cluster."""
+    DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
 
@@ -73,6 +77,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ListClusterGpusResponse, _abc.Awaitable[_cluster_pb2.ListClusterGpusResponse]]:
         """The ownership map: all GPUs of the cluster."""
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _cluster_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_pb2.DrainNodeResponse]]:
+        """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
 
     @_abc_1.abstractmethod
     def CancelSubmission(

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import structlog
 
-from services.scheduler.cluster.control import ClusterServicer, UnknownSubmission
+from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
 from services.scheduler.cluster.loop import ClusterLoop
 from services.scheduler.shell.control import write_endpoint
 from tidegate.adapters.grpc_client import Channels
@@ -53,7 +53,7 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         served = Service(
             descriptor,
             lambda server: cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server),
-            {UnknownSubmission: grpc.StatusCode.NOT_FOUND},
+            {UnknownSubmission: grpc.StatusCode.NOT_FOUND, UnknownNode: grpc.StatusCode.NOT_FOUND},
         )
         server = await serve([served], "127.0.0.1:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))

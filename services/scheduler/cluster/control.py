@@ -19,12 +19,16 @@ from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
 from tidegate.short_lists import counted
-from tidegate.types import JobId, job_id
+from tidegate.types import JobId, NodeId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 
 class UnknownSubmission(LookupError):
     """The cluster has no such job."""
+
+
+class UnknownNode(LookupError):
+    """The cluster has no such node."""
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
@@ -74,7 +78,15 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def ListClusterGpus(
         self, request: cluster_pb2.ListClusterGpusRequest, context: Any
     ) -> cluster_pb2.ListClusterGpusResponse:
-        return cluster_pb2.ListClusterGpusResponse(gpus=gpu_statuses(await self._loop.gpus()))
+        drained = sorted(await self._loop.drained())
+        return cluster_pb2.ListClusterGpusResponse(gpus=gpu_statuses(await self._loop.gpus()), drained_nodes=drained)
+
+    async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, context: Any) -> cluster_pb2.DrainNodeResponse:
+        node, there = NodeId(request.node), self._cluster.slots.nodes
+        if node not in there:
+            raise UnknownNode(f"the cluster has no node {request.node!r}: it has {', '.join(there)}")
+        drained = await self._loop.drain(node, undo=request.undo)
+        return cluster_pb2.DrainNodeResponse(drained_nodes=sorted(drained))
 
     async def CancelSubmission(
         self, request: cluster_pb2.CancelSubmissionRequest, context: Any

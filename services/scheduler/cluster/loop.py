@@ -50,7 +50,7 @@ from tidegate.ownership.records import (
 from tidegate.ports.bus import BusUnavailable, JobStreams, TermRegister
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.ports.store import Store
-from tidegate.types import GpuId, JobId, node_of
+from tidegate.types import GpuId, JobId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 BEAT_S = 1.0
@@ -100,6 +100,16 @@ class ClusterLoop:
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
         return _parsed((await self._once_open(self.store.submissions)).texts)
+
+    async def drained(self) -> frozenset[NodeId]:
+        """The nodes that get no jobs. As `change` for a store that does not answer."""
+        return (await self._once_open(self.store.submissions)).drained
+
+    async def drain(self, node: NodeId, *, undo: bool) -> frozenset[NodeId]:
+        """All drained nodes after that, and wakes the loop. As `change` for a store that does not answer."""
+        await self._once_open(lambda: self.store.drain_node(node, undo=undo))
+        self._wake.set()
+        return await self.drained()
 
     async def gpus(self) -> dict[GpuId, GpuRecord]:
         """The ownership map. As `change` for a store that does not answer."""
@@ -164,7 +174,7 @@ class ClusterLoop:
         before, seen = _parsed(texts), await self._seen()
         placed = {each.job for each in before.values() if each.is_placed}
         free = await freed(self.store, placed=placed, gates=seen.gates)
-        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran))
+        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran, stored.drained))
         if step.changed:
             await self.store.write_submissions(
                 {each.job: each.to_json() for each in step.changed},

@@ -6,6 +6,9 @@ ever behind small ones.
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
 its checkpoint. After `MAX_INTERRUPTIONS` it ends interrupted. The end of an agent, as by `tidegate down`, is none.
 
+A node may be drained: it gets no job, and what runs on it is interrupted, which does not count, and goes on where there
+is room.
+
 A cluster may come back with other nodes. A job that has no room there any more ends.
 
 Read the records first, and then what the agents tell: a record that says `running` was written after its agent had
@@ -15,6 +18,7 @@ Invariants:
 - No GPU has two jobs. [test_queue: no_gpu_has_two_jobs]
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
+- A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
 - What an ended job has in NATS and Redis goes, once no process of it lives. [test_queue: is_cleared_once]
 - Deciding again on the result changes nothing. [test_queue: deciding_again_changes_nothing]
@@ -29,7 +33,7 @@ from tidegate.cluster.placement import cluster_gpus, placed_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
 from tidegate.short_lists import counted
-from tidegate.types import GpuId, JobId, NodeId
+from tidegate.types import GpuId, JobId, NodeId, node_of
 
 KEPT = 256
 """The records of ended jobs that stay. The folders of the jobs have the rest."""
@@ -48,11 +52,17 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is there: slots by node, GPUs that nobody has in the ownership map, and the last start of each job."""
+    """What is there: slots by node, GPUs that nobody has in the ownership map, the last start of each job, and the
+    nodes that get no jobs."""
 
     nodes: Mapping[NodeId, int]
     free: Collection[GpuId]
     ran: Mapping[JobId, Ran]
+    drained: Collection[NodeId] = ()
+
+    def is_leaving(self, submission: Submission) -> bool:
+        """Whether the job has GPUs of a drained node."""
+        return any(node_of(gpu) in self.drained for gpu in submission.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class Step:
 
 def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
     before = list(submissions)
-    followed = [_followed(each, cluster.ran.get(each.job)) for each in before]
+    followed = [_followed(each, cluster) for each in before]
     after = _placed(followed, cluster)
     by_job = {each.job: each for each in after}
     starts = [each for each in after if each.state is SubmissionState.PLACED]
@@ -87,16 +97,19 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
         changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
         starts=tuple(starts),
         cancels=tuple(cancelled),
-        stops=tuple(job for job in alive if job not in cancelled and not _may_run(by_job.get(job), cluster.ran[job])),
+        stops=tuple(job for job in alive if job not in cancelled and not _may_run(by_job.get(job), cluster, job)),
     )
 
 
-def _may_run(submission: Submission | None, ran: Ran) -> bool:
-    return submission is not None and submission.is_placed and submission.starts == ran.start
+def _may_run(submission: Submission | None, cluster: Cluster, job: JobId) -> bool:
+    if submission is None or not submission.is_placed or cluster.is_leaving(submission):
+        return False
+    return submission.starts == cluster.ran[job].start
 
 
-def _followed(each: Submission, ran: Ran | None) -> Submission:
+def _followed(each: Submission, cluster: Cluster) -> Submission:
     """The record, after what became of the job's last start."""
+    ran = cluster.ran.get(each.job)
     if ran is not None and ran.start != each.starts:
         ran = None
     match each.state:
@@ -111,6 +124,8 @@ def _followed(each: Submission, ran: Ran | None) -> Submission:
     assert ran is not None, "the cases above have those without one"
     if ran.end is None:
         return replace(each, state=SubmissionState.RUNNING, message="")
+    if ran.end is End.INTERRUPTED and cluster.is_leaving(each):
+        return _again(each, "its node was drained", interruptions=each.interruptions)
     if ran.end is End.INTERRUPTED:
         return _again(each, ran.message, interruptions=each.interruptions + 1)
     return _ended(each, ran.end, ran.message)
@@ -138,7 +153,8 @@ def _ended(each: Submission, end: End, message: str) -> Submission:
 def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submission]:
     """The records, after those at the head of the queue for whom there is room were placed."""
     every = {each.job: each for each in submissions}
-    free = set(cluster.free).difference(*(each.gpus for each in every.values()))
+    free = {gpu for gpu in cluster.free if node_of(gpu) not in cluster.drained}
+    free.difference_update(*(each.gpus for each in every.values()))
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, cluster.nodes, free)
         if gpus is None and placed_gpus(each.needs, cluster.nodes, cluster_gpus(cluster.nodes)) is None:

@@ -231,6 +231,24 @@ async def test_a_job_that_can_never_run_is_refused_and_nothing_is_written(lab: L
     assert not (await store.submissions()).texts
 
 
+async def test_a_node_that_is_drained_gets_no_job_until_that_is_undone(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    with pytest.raises(LookupError, match=r"no node 'n7': it has n0"):
+        await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n7"), None)
+    found = await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0"), None)
+    assert found.drained_nodes == ["n0"]
+    await queued(loop, submitted(ONE, 4))
+    await loop.round()
+    assert not lab.machine.starts
+    await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0", undo=True), None)
+    await loop.round()
+    assert [*lab.machine.starts] == [ONE]
+    await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0"), None)
+    await loop.round()
+    assert lab.machine.stopped == [(ONE, False)]
+
+
 async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab) -> None:
     loop, store = await lab.replica()
     servicer = ClusterServicer(loop, store, CLUSTER)

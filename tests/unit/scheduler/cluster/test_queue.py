@@ -13,7 +13,7 @@ from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
-from tidegate.types import JobId
+from tidegate.types import JobId, NodeId
 
 QUEUED, PLACED, RUNNING, ENDED = SubmissionState
 ALL = cluster_gpus(NODES)
@@ -95,6 +95,27 @@ def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobod
     found = after([submitted("large", 9, priority=1), submitted("small", 3)], cluster())
     assert (found["large"].end, found["large"].message) == ("failed", "it needs 9 GPUs on a node; n0 has 8")
     assert found["small"].state is PLACED
+
+
+def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> None:
+    nodes = {NodeId("n0"): 4, NodeId("n1"): 4}
+    free, n0 = cluster_gpus(nodes), frozenset({NodeId("n0")})
+    before = replace(running("a"), interruptions=MAX_INTERRUPTIONS - 1)
+    waits = submitted("b", 4)
+
+    def there(end: End | None = None, *, drained: frozenset[NodeId] = n0) -> Cluster:
+        return Cluster(nodes, free, {JobId("a"): Ran(1, end)}, drained)
+
+    step = next_step([before, waits], there())
+    assert step.stops == ("a",)
+    assert not step.cancels
+    assert [(each.job, each.gpus) for each in step.changed] == [("b", free[4:])], "the other node has room"
+    gone = after([before, *step.changed], there(End.INTERRUPTED))["a"]
+    assert (gone.state, gone.treatment, gone.gpus) == (QUEUED, Treatment.RESUME, ())
+    assert gone.interruptions == before.interruptions, "a drain is none"
+    assert after([gone], there(End.INTERRUPTED))["a"].gpus == free[4:]
+    back = after([gone, *step.changed], there(End.INTERRUPTED, drained=frozenset()))["a"]
+    assert back.gpus == free[:4]
 
 
 def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
