@@ -29,14 +29,8 @@ _HALF = (
 )
 """Half of the demo's slots."""
 _OVERRIDES = {
-    "cuda": (
-        *_HALF,
-        "algorithm.iterations=4",
-        "actor.warm_up.steps=50",
-        "cluster.device=cuda",
-        "cluster.slots_per_gpu=8",
-    ),
-    "cpu": (*_HALF, "algorithm.iterations=1", "actor.warm_up.steps=20"),
+    "cuda": (*_HALF, "algorithm.iterations=4", "cluster.device=cuda", "cluster.slots_per_gpu=8"),
+    "cpu": (*_HALF, "algorithm.iterations=1"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The demo's job, of which processes are killed while it runs: an engine, two ranks of the trainer, and services.
+"""The demo's job, of which processes are killed while it runs: an engine, a rank of the trainer, two services.
 
 Nothing may be lost or trained twice. `recovery_s` is the time from a kill to the next iteration's end, to be held
 against `iteration_s`, the median time between the ends of iterations after which nothing was killed.
