@@ -37,7 +37,7 @@ class _Agents:
 
     async def GetNode(self, _: cluster_pb2.GetNodeRequest) -> cluster_pb2.GetNodeResponse:
         slots = {str(node): count for node, count in NODES.items()}
-        return cluster_pb2.GetNodeResponse(num_slots=slots, device="cpu", jobs=self.jobs.values())
+        return cluster_pb2.GetNodeResponse(num_slots=slots, device="cpu", slots_per_gpu=1, jobs=self.jobs.values())
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest) -> cluster_pb2.StartJobResponse:
         self.jobs[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
