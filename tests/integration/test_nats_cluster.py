@@ -9,11 +9,12 @@ import nats
 import pytest
 
 from tests import effort
+from tests.contract.bus_bench import a_group
 from tests.replicated import Replicated
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.events import EventSource
-from tidegate.ports.bus import BusLimits
+from tidegate.ports.bus import BusLimits, DeadLetter, Stage
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
@@ -54,4 +55,28 @@ async def test_the_death_of_a_leader_loses_no_event_and_no_term(servers: Replica
     found = [each.failed.message async for _, each in bus.events.read(JOB)]
     assert found == [body.message for body in bodies]
     assert (await bus.term.read())[0] == 7
+    await bus.close()
+
+
+async def test_all_that_a_consumer_with_copies_sends_for_a_request_is_taken(servers: Replicated) -> None:
+    """It closes the request before it sends: what were left behind would come again after `sample_ack_wait_s` alone."""
+    limits = BusLimits(sample_ack_wait_s=60.0)
+    bus = await NatsBus.connect(servers.nats_url, name="test", limits=limits)
+    await bus.streams.open_job(JOB)
+
+    async def nothing(letter: DeadLetter) -> None:
+        raise AssertionError(letter)
+
+    consumer = await bus.samples.consumer(JOB, Stage.GENERATED, "inference", on_dead_letter=nothing)
+    for prompts in (range(8), range(8, 16), range(16, 24)):
+        for prompt in prompts:
+            await bus.samples.publish(Stage.GENERATED, a_group(job=JOB, prompt=prompt))
+        found: set[int] = set()
+        while len(found) < len(prompts):
+            deliveries = await consumer.fetch(8, timeout_s=5.0)
+            assert deliveries, f"{len(found)} of {len(prompts)} groups came"
+            assert {each.num_deliveries for each in deliveries} == {1}
+            found |= {each.group.prompt for each in deliveries}
+            for each in deliveries:
+                await each.ack()
     await bus.close()

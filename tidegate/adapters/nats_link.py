@@ -376,12 +376,17 @@ class NatsLink:
                 await self._connection.publish(subject, json.dumps(request).encode(), reply=inbox)
                 while len(messages) < num:
                     message = await subscription.next_msg(timeout=wait_s + _ATTEMPT_S)
-                    status = (message.headers or {}).get("Status")
+                    headers = message.headers or {}
+                    status = headers.get("Status")
                     if status == "503":
                         raise NatsRefused(f"nobody answers {subject}", err_code=CONSUMER_NOT_FOUND)
-                    if status is not None:
-                        break
-                    messages.append(message)
+                    if status is None:
+                        messages.append(message)
+                        continue
+                    # A consumer with copies closes a request before it sends what it has for it: it waits for the
+                    # copies. What it does not send it tells.
+                    unsent = headers.get("Nats-Pending-Messages")
+                    num = len(messages) if unsent is None else num - int(unsent)
             finally:
                 await subscription.unsubscribe()
         except NatsTimeout:
