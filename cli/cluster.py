@@ -217,8 +217,11 @@ async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
 
 async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:
     """Takes a node away from the cluster's jobs, or gives it back. NoCluster."""
-    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-        answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
+    try:
+        async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+            answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
+    except NoCluster as error:
+        raise NoCluster(f"{error}; of a job name its GPUs or nodes too: tidegate drain {node} n0/3") from error
     how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
     row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
     print(answer_text(row, f"node {node} {how}", form))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from cli.cluster import node_rows
+from cli.command import execute
 from tidegate.v1 import cluster_pb2, control_pb2
 
 
@@ -21,3 +26,12 @@ def test_a_slot_is_free_where_neither_a_placed_job_nor_the_ownership_map_has_it(
     ]
     assert node_rows(there, placed, ["one"]) == rows[:1]
     assert node_rows(cluster_pb2.ListClusterGpusResponse(), []) == []
+
+
+def test_a_drain_without_targets_and_without_a_cluster_names_both_remedies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["drain", "demo", "--output-dir", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert "start one with tidegate up" in said
+    assert "tidegate drain demo n0/3" in said
