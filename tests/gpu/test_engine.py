@@ -5,11 +5,15 @@ The bf16 tolerances are twice what an H200 gave, which is what a CPU gives: 0.11
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from services.rollout.embedded.probe import REFERENCE_ROWS, probe_row_counts
 from tests.ranks import RankServer
+from tests.unit.rollout.tiny_models import TINY
 
 pytestmark = pytest.mark.gpu
 TOLERANCES = {"fp32": (1e-4, 1e-5), "bf16": (0.25, 0.035)}
@@ -23,6 +27,30 @@ def test_greedy_tokens_are_those_of_transformers_generate(cuda: str) -> None:
 
     for config in SHAPES.values():
         check_greedy_tokens(config, device=torch.device(cuda))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(896, 4864, 14, 2, 64), (1536, 8960, 12, 2, 128), (3584, 18944, 28, 4, 128), (4096, 12288, 32, 8, 128)],
+    ids=["0.5B", "1.5B", "7B", "8B"],
+)
+def test_a_sequence_is_the_same_at_any_place_in_models_of_real_widths(
+    cuda: str, shape: tuple[int, int, int, int, int]
+) -> None:
+    """Of heads with 128 elements an H200 multiplies another number of rows with another kernel."""
+    hidden_size, ffn_hidden_size, num_heads, num_kv_heads, head_dim = shape
+    config = replace(
+        TINY,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_seq_len=512,
+    )
+    found = probe_row_counts(config, torch.device(cuda))
+    print(f"{shape}: {found}")
+    assert REFERENCE_ROWS in found.counts
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

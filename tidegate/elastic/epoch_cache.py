@@ -130,7 +130,7 @@ class EpochCache:
         """After a switch: keep as much memory of the old location as the settings say. It belongs to this epoch."""
         if location.state is None:
             return
-        if self._settings.keeps_last and isinstance(location.state.arena, SharedArena):
+        if self._settings.keeps_last:
             location.state.set_aside()
         else:
             location.state.release()

@@ -42,9 +42,10 @@ class ElasticSettings:
     member keeps its own part in private memory. Unused where `shared_memory` is set: the state is there already.
     """
     keeps_last: bool = True
-    """Whether members keep the shared memory of the last layout, so that a switch back allocates nothing.
+    """Whether members keep memory of the last layout, so that a switch back does not take it anew.
 
-    The last layout's memory then exists beside the gradients of the present one: a rank's peak grows by its gradients.
+    In shared memory, the tensors' is kept. It then exists beside the gradients of the present layout: a rank's peak
+    grows by its gradients. Elsewhere, as on a device, that of the copies is kept, and no peak grows.
     """
     copies: CopyTo = CopyTo.NOWHERE
     copy_every: int = 1

@@ -4,6 +4,9 @@ A row is one token of one sequence. Each row's products have fixed shapes, [Q, D
 batched and never merged, and blocks are added in order. A block past a row's length adds exact zeros. A longer
 neighbour makes the cache of all rows longer, but thus changes no bit of them.
 
+Some devices choose another kernel for another number of products: an H200 does, with heads of 128. There `batch` says
+how many are computed at once, always.
+
 Shapes: B independent rows, Q queries a KV group, D head_dim, T tokens a block, J blocks, S = J * T, G KV groups.
 """
 
@@ -63,9 +66,40 @@ def hidden_keys(lengths_B: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def attend(
+    q_BQD: torch.Tensor,
+    keys_BSD: torch.Tensor,
+    values_BSD: torch.Tensor,
+    hidden_JB1T: torch.Tensor,
+    *,
+    batch: int | None = None,
+) -> torch.Tensor:
+    """Softmax attention of scaled queries. Each row must see at least one key. `batch`: the rows of each product; None:
+    all at once."""
+    num_rows = len(q_BQD)
+    if batch is None or num_rows == batch:
+        return _attend(q_BQD, keys_BSD, values_BSD, hidden_JB1T)
+    if num_rows < batch:
+        q_BQD, keys_BSD, values_BSD = (_filled_up(each, batch) for each in (q_BQD, keys_BSD, values_BSD))
+        hidden_BJ1T = _filled_up(hidden_JB1T.transpose(0, 1), batch)
+        return _attend(q_BQD, keys_BSD, values_BSD, hidden_BJ1T.transpose(0, 1))[:num_rows]
+    out_BQD = torch.empty_like(q_BQD)
+    # The last batch computes some rows again, to be as large as the others.
+    for start in (*range(0, num_rows - batch, batch), num_rows - batch):
+        rows = slice(start, start + batch)
+        out_BQD[rows] = _attend(q_BQD[rows], keys_BSD[rows], values_BSD[rows], hidden_JB1T[:, rows])
+    return out_BQD
+
+
+def _filled_up(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """More rows, like the first one."""
+    if rows.stride(0) == 0:
+        return rows[:1].expand(count, *rows.shape[1:])
+    return torch.cat((rows, rows[:1].expand(count - len(rows), *rows.shape[1:])))
+
+
+def _attend(
     q_BQD: torch.Tensor, keys_BSD: torch.Tensor, values_BSD: torch.Tensor, hidden_JB1T: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax attention of scaled queries. Each row must see at least one key."""
     num_blocks = hidden_JB1T.shape[0]
     blocks = [slice(j * BLOCK_TOKENS, (j + 1) * BLOCK_TOKENS) for j in range(num_blocks)]
     scores_JBQT = torch.empty(num_blocks, *q_BQD.shape[:2], BLOCK_TOKENS, device=q_BQD.device)

@@ -27,6 +27,8 @@ class RowCounts:
     """The row counts, ascending, on which a row's result is the same to the bit."""
 
     counts: tuple[int, ...]
+    attention_batch: int | None = None
+    """The number of rows of attention that are computed at once for it. None: any number."""
 
     @property
     def largest(self) -> int:
@@ -58,7 +60,9 @@ class Decoder:
         last_rows: list[torch.Tensor] = []
         for chunk in _cut(segments, self.row_counts.largest):
             num_tokens = sum(len(piece.tokens) for piece, _ in chunk)
-            rows = PrefillRows(cache, [piece for piece, _ in chunk], num_rows=self.row_counts.at_least(num_tokens))
+            num_rows = self.row_counts.at_least(num_tokens)
+            pieces = [piece for piece, _ in chunk]
+            rows = PrefillRows(cache, pieces, num_rows=num_rows, batch=self.row_counts.attention_batch)
             hidden_RH = self._layers(weights, rows)
             end = 0
             for piece, is_last in chunk:
@@ -73,7 +77,8 @@ class Decoder:
     def decode(self, weights: DecoderWeights, cache: KvCache, segments: Sequence[Segment]) -> torch.Tensor:
         """Run one token for each of some slots. Returns their logits in the order of `segments`, [segments, V]."""
         slots = [segment.slot for segment in segments]
-        rows = DecodeRows(cache, segments, num_rows=self.row_counts.at_least(max(slots) + 1))
+        num_rows = self.row_counts.at_least(max(slots) + 1)
+        rows = DecodeRows(cache, segments, num_rows=num_rows, batch=self.row_counts.attention_batch)
         return self._logits(weights, self._layers(weights, rows))[slots]
 
     def _layers(self, weights: DecoderWeights, rows: Rows) -> torch.Tensor:

@@ -39,10 +39,10 @@ class Rows(Protocol):
 
 
 class DecodeRows:
-    """One token for the slot of each segment, on `num_rows` rows."""
+    """One token for the slot of each segment, on `num_rows` rows. `batch` as in `attention.attend`."""
 
-    def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
-        self._cache = cache
+    def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int, batch: int | None) -> None:
+        self._cache, self._batch = cache, batch
         device = cache.keys.device
         self._slots_N = torch.tensor([segment.slot for segment in segments], device=device)
         self._positions_N = torch.tensor([segment.start for segment in segments], device=device)
@@ -61,14 +61,16 @@ class DecodeRows:
         num_rows, stored = q_RGQD.shape[0], self._num_blocks * BLOCK_TOKENS
         keys_BSD = self._cache.keys[layer, :num_rows, :, :stored].flatten(0, 1)
         values_BSD = self._cache.values[layer, :num_rows, :, :stored].flatten(0, 1)
-        return attend(q_RGQD.flatten(0, 1), keys_BSD, values_BSD, self._hidden_JB1T).view_as(q_RGQD)
+        out_BQD = attend(q_RGQD.flatten(0, 1), keys_BSD, values_BSD, self._hidden_JB1T, batch=self._batch)
+        return out_BQD.view_as(q_RGQD)
 
 
 class PrefillRows:
-    """The tokens of some segments on `num_rows` rows, padded with rows whose results are not used."""
+    """The tokens of some segments on `num_rows` rows, padded with rows whose results are not used. `batch` as in
+    `attention.attend`."""
 
-    def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int) -> None:
-        self._cache = cache
+    def __init__(self, cache: KvCache, segments: Sequence[Segment], *, num_rows: int, batch: int | None) -> None:
+        self._cache, self._batch = cache, batch
         device = cache.keys.device
         self._spans: list[tuple[int, slice, torch.Tensor]] = []
         tokens: list[int] = []
@@ -102,5 +104,7 @@ class PrefillRows:
             for group in range(q_RGQD.shape[1]):
                 keys_BSD = self._cache.keys[layer, slot, group, :num_seen].expand(num_rows, -1, -1)
                 values_BSD = self._cache.values[layer, slot, group, :num_seen].expand(num_rows, -1, -1)
-                out_RGQD[rows, group] = attend(q_RGQD[rows, group], keys_BSD, values_BSD, hidden_JB1T)
+                out_RGQD[rows, group] = attend(
+                    q_RGQD[rows, group], keys_BSD, values_BSD, hidden_JB1T, batch=self._batch
+                )
         return out_RGQD

@@ -10,7 +10,7 @@ import torch
 from services.rollout.embedded.attention import cache_bytes
 from services.rollout.embedded.decoder import RowCounts
 from services.rollout.embedded.engine import EmbeddedEngine
-from services.rollout.embedded.probe import CANDIDATE_ROWS
+from services.rollout.embedded.probe import CANDIDATE_ROWS, REFERENCE_ROWS
 from services.rollout.engine import EngineFailed, StartedEngine
 from tidegate.job import Job
 from tidegate.megatron.family import model_parameters
@@ -34,7 +34,9 @@ def check_room(model: ModelConfig, *, max_running_requests: int, memory_bytes: i
     """EngineFailed unless the cache and two versions of the weights fit: an update keeps the old one until it ends."""
     parameters = model_parameters(model, padded_vocab=model.vocab_size)
     weights_bytes = 2 * sum(math.prod(each.shape) for each in parameters) * torch.float32.itemsize
-    held_bytes = cache_bytes(model, num_slots=RowCounts(CANDIDATE_ROWS).at_least(max_running_requests))
+    # A device may compute no fewer rows alike than the reference.
+    num_slots = max(REFERENCE_ROWS, RowCounts(CANDIDATE_ROWS).at_least(max_running_requests))
+    held_bytes = cache_bytes(model, num_slots=num_slots)
     if weights_bytes + held_bytes > memory_bytes:
         raise EngineFailed(
             f"rollout.max_running_requests={max_running_requests} needs {held_bytes / 2**30:.1f} GiB for keys and "

@@ -62,7 +62,8 @@ def walk(context: RankContext, *, places: list[dict[str, Any]], **options: Any) 
 
 
 def num_with_pages(context: RankContext) -> int:
-    """The number of this member's files in shared memory that have pages. There is one file per layout."""
+    """The number of this member's files in shared memory that have pages. There is one file per layout for its tensors,
+    and one for their copies."""
     return sum(path.stat().st_blocks > 0 for path in context.tmpfs.glob(f"*-member{context.rank}-*"))
 
 

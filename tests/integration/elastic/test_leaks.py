@@ -17,6 +17,8 @@ PLACES: list[dict[str, Any]] = [
     {"layout": {"cp": 2, "dp": 2}},
     {"layout": {"tp": 2, "pp": 2}, "ranks": [2, 0, 3, 1]},
 ]
+ON_A_DEVICE = {"shared": False, "keeps_files": True, "copies": "node"}
+"""The state is private, and its copies are the only files with pages."""
 MIB = 1 << 20
 GROWTH_MIB = 4.0
 """The growth from the middle of the switches to their end, as medians of three measures.
@@ -54,17 +56,24 @@ def test_switches_leak_nothing(ranks: RankServer, num_switches: int, options: di
 
 
 @pytest.mark.parametrize(
-    ("keeps_last", "trains_on", "stands_by"),
-    [(True, [1, 2, 2, 2, 2, 2], [1, 1, 0, 0, 1, 1]), (False, [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 0])],
-    ids=["kept", "given back"],
+    ("keeps_last", "options", "trains_on", "stands_by"),
+    [
+        (True, {}, [1, 2, 2, 2, 2, 2], [1, 1, 0, 0, 1, 1]),
+        (False, {}, [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 0]),
+        (True, {"copies": "node"}, [2, 3, 3, 3, 3, 3], [2, 1, 0, 0, 2, 1]),
+        (True, ON_A_DEVICE, [1, 2, 2, 2, 2, 2], [1, 1, 0, 0, 1, 1]),
+        (False, ON_A_DEVICE, [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 1, 0]),
+    ],
+    ids=["kept", "given back", "kept without its copies", "its copies kept", "its copies given back"],
 )
 def test_members_keep_the_memory_of_the_last_layout_only_and_only_if_the_settings_say_so(
-    ranks: RankServer, keeps_last: bool, trains_on: list[int], stands_by: list[int]
+    ranks: RankServer, keeps_last: bool, options: dict[str, Any], trains_on: list[int], stands_by: list[int]
 ) -> None:
     one, two = {"layout": {"pp": 2}}, {"layout": {"dp": 2}}
     places = [PLACES[0], one, two, one, PLACES[0], one]
 
-    found = ranks.run("tests.integration.elastic.leak_ranks:walk", 4, {"places": places, "keeps_last": keeps_last})
+    arguments = {"places": places, "keeps_last": keeps_last} | options
+    found = ranks.run("tests.integration.elastic.leak_ranks:walk", 4, arguments)
 
     assert [of_rank["counts"].tolist() for of_rank in found] == [trains_on] * 2 + [stands_by] * 2
     assert all(of_rank["is_same"] for of_rank in found)

@@ -27,7 +27,7 @@ from tidegate.elastic.plan.parameters import Parameter, Split
 from tidegate.elastic.plan.planner import Planner
 from tidegate.elastic.report import PARTS
 from tidegate.elastic.reshard_preparation import OnPoint, ignore_point
-from tidegate.elastic.settings import ElasticSettings
+from tidegate.elastic.settings import CopyTo, ElasticSettings
 from tidegate.elastic.trainer import ElasticTrainer
 from tidegate.megatron.batching import BatchLimits
 from tidegate.megatron.gpt_provider import GptProvider
@@ -112,6 +112,7 @@ def started(
     on_point: OnPoint = ignore_point,
     max_groups: int = MAX_GROUPS,
     keeps_last: bool = True,
+    copies: str = CopyTo.NOWHERE,
     late: bool = False,
     change: Callable[[GptProvider], GptProvider] = lambda provider: provider,
     store: Store | None = None,
@@ -134,6 +135,7 @@ def started(
         timeout_s=TIMEOUT_S,
         num_logical_shards=shards,
         keeps_last=keeps_last,
+        copies=CopyTo(copies),
         proves_late=late,
     )
     optimizer_config = adam(bf16=model.get("bf16", False))

@@ -105,6 +105,25 @@ def test_a_machine_that_computes_only_many_rows_alike_decodes_with_few_slots() -
     assert torch.equal(decoder.decode(weights, cache, [Segment(slot=0, start=2, tokens=(4,))]), want)
 
 
+def test_a_device_that_multiplies_other_numbers_of_rows_otherwise_computes_attention_in_batches_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An H200 does so with heads of 128. No number of requests, no split and no neighbour changes a bit then."""
+    plain = torch.bmm
+
+    def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        half = a.shape[-1] // 2 if len(a) % 64 else a.shape[-1]
+        product = plain(a[..., :half], b[:, :half]) + plain(a[..., half:], b[:, half:])
+        return product if out is None else out.copy_(product)
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    assert probe_row_counts(TINY).attention_batch == 64
+    requests = mixed_requests(most_new_tokens=20)
+    want = {request.id: alone(TINY, request) for request in requests}
+    for max_running_requests in (3, 64):
+        assert run(engine_of(max_running_requests=max_running_requests), *reversed(requests)) == want
+
+
 def test_a_prefill_longer_than_the_largest_row_count_is_cut_without_a_trace() -> None:
     config = replace(TINY, max_seq_len=400)
     prompt = [(5 * position) % config.vocab_size for position in range(300)]

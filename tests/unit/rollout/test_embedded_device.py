@@ -41,12 +41,12 @@ def test_a_slot_that_cannot_hold_the_cache_is_refused_with_the_numbers_and_the_k
 
 
 def test_an_engine_needs_what_its_cache_and_two_versions_of_the_weights_take() -> None:
-    engine = EmbeddedEngine(TINY, max_running_requests=8)
+    engine = EmbeddedEngine(TINY, max_running_requests=64)
     engine.update_weights(1, random_weights(TINY, padding_rows=0))
     assert engine._cache is not None
     assert engine._weights is not None
     cache_bytes = engine._cache.keys.nbytes + engine._cache.values.nbytes
     needed_bytes = cache_bytes + 2 * sum(tensor.nbytes for tensor in engine._weights.named.values())
-    check_room(TINY, max_running_requests=8, memory_bytes=needed_bytes)
+    check_room(TINY, max_running_requests=64, memory_bytes=needed_bytes)
     with pytest.raises(EngineFailed):
-        check_room(TINY, max_running_requests=8, memory_bytes=needed_bytes - 1)
+        check_room(TINY, max_running_requests=64, memory_bytes=needed_bytes - 1)

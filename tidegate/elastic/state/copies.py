@@ -103,6 +103,14 @@ class Copies:
             self._exchange(slot, self.peers.slots[self._next], self.peers, world)
         self._next = (self._next + 1) % NUM_SLOTS
 
+    def spoil(self) -> None:
+        """Mark all slots as belonging to no update."""
+        for slot in self.slots:
+            self.packing.stamp(slot).spoil()
+        if self.peers is not None:
+            for slot in self.peers.slots:
+                self.peers.packing.stamp(slot).spoil()
+
     def _exchange(self, sent: torch.Tensor, kept: torch.Tensor, peers: Peers, world: World) -> None:
         members = world.membership.members
         group = world.group(members)

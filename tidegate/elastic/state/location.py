@@ -99,12 +99,20 @@ class RankState:
             self.skeleton.release()
 
     def set_aside(self) -> None:
-        """Forget what the tensors hold and keep their memory, for the layout to be taken up again; the rest is given
-        back."""
+        """Forget the content, and keep memory for the layout to be taken up again: that of the tensors where it is
+        shared, else that of the copies. The rest is given back.
+
+        The memory of both, beside gradients, would be more than a reshard takes.
+        """
         self.stamp.spoil()
-        self.skeleton.release_gradients()
-        if self.copies is not None:
-            self.copies.arena.release()
+        if isinstance(self.arena, SharedArena):
+            self.skeleton.release_gradients()
+            if self.copies is not None:
+                self.copies.arena.release()
+        else:
+            self.skeleton.release()
+            if self.copies is not None:
+                self.copies.spoil()
 
     def discard(self) -> None:
         """Give the memory back for good, and remove the files' names."""
