@@ -4,11 +4,14 @@ A job is told how far hints are off, how far lengths are apart and how long they
 that may have been of other prompts. Where that is wrong, orders of prompts mis-rank, tails look too short, and the
 prompts that wait too short or too long. A few laws are compared with the responses so far, finished and unfinished:
 
-    score(law) = log likelihood of the responses under it - CHANGE_COSTS * (values that are not as told)
+    score(law) = log likelihood of responses and hints under it - CHANGE_COSTS * (values that are not as told)
 
-    likelihood    of `GROUPS` prompts that have begun, spread evenly over the queue (`lengths_law.evidences`). It counts
-                  an unfinished response as one that is longer than it is, so that the short ones, which end first, make
+    responses     of `GROUPS` prompts that have begun, spread evenly over the queue (`lengths_law.evidences`). An
+                  unfinished one counts as one that is longer than it is, so that the short ones, which end first, make
                   no law look short.
+    hints         by how far they are apart: the spread between prompts and their told error. They tell it before any
+                  response has ended. Their mean tells nothing, because lengths may have changed since. They count as
+                  `GROUPS` hints at most, so that responses can tell otherwise.
 
 The law with the highest score counts. Spreads and hints are compared first, with the median as told, and the median
 under the best of these. Where another median is better, spreads and hints are compared again with it.
@@ -17,10 +20,12 @@ A law whose hints tell nothing has an error of hints far above the spread betwee
 either (`opening_order`).
 
 Invariants:
-- While few responses have ended, the law is as told. [test_supported_law: before_responses_have_ended]
+- While few responses have ended, and hints are as far apart as they should, the law is as told.
+  [test_supported_law: before_responses_have_ended]
 - A law that is told right stays. [test_supported_law: told_right_stays]
 - Hints of other prompts are dropped. [test_supported_law: hints_of_other_prompts]
-- A spread that is told half is widened. [test_supported_law: told_half_is_widened]
+- A spread that is told half is widened, with hints at once. [test_supported_law: told_half_is_widened]
+  [test_supported_law: hints_tell_a_wrong_spread]
 - A median that is told half is raised. [test_supported_law: median_that_is_told_half]
 """
 
@@ -28,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,30 +61,51 @@ NO_HINT = 20.0
 
 
 def supported_law(picture: Generation, law: LengthLaw) -> LengthLaw:
+    if not picture.num_unfinished:
+        return law
     begun = np.flatnonzero((picture.length_of.reshape(-1, picture.group_size) > 0).any(axis=1))
-    if not begun.size or not picture.num_unfinished:
-        return law
     groups = begun[np.linspace(0, begun.size - 1, min(GROUPS, begun.size)).astype(np.int64)]
-    seen = observed(picture, groups)
-    if not seen.num_known.any():
+    seen, hints = observed(picture, groups), picture.hint_of[groups]
+    has_ends, has_hints = bool(seen.num_known.any()), bool(picture.hints)
+    if not (has_ends or has_hints):
         return law
-
-    hints = picture.hint_of[groups]
+    spread_of_hints = _SpreadOfHints.of(picture, law)
 
     def best_of(laws: Sequence[LengthLaw]) -> LengthLaw:
         """The law with the highest score; of several the first."""
-        spreads = [max(other.sigma_group, LEAST_SIGMA) for other in laws]
-        found = evidences(seen, *priors(hints, laws), spreads)
-        scores = [each - CHANGE_COSTS * _num_changed(law, other) for each, other in zip(found, laws, strict=True)]
+        scores = [spread_of_hints.log_likelihood(other) - CHANGE_COSTS * _num_changed(law, other) for other in laws]
+        if has_ends:
+            spreads = [max(other.sigma_group, LEAST_SIGMA) for other in laws]
+            found = evidences(seen, *priors(hints, laws), spreads)
+            scores = [score + each for score, each in zip(scores, found, strict=True)]
         return laws[scores.index(max(scores))]
 
-    has_hints = bool(picture.hints)
     best = best_of([*_spreads_and_hints(law, has_hints=has_hints)])
     medians = [replace(best, log_mean=law.log_mean + math.log(factor)) for factor in MEDIANS]
     other = best_of([best, *medians])
     if other is best:
         return best
     return best_of([other, *_spreads_and_hints(replace(law, log_mean=other.log_mean), has_hints=has_hints)])
+
+
+@dataclass(frozen=True, slots=True)
+class _SpreadOfHints:
+    """How far the hints of an iteration are apart, in logarithms of tokens."""
+
+    variance: float
+    num_hints: int
+    error: float
+    """As told: hints that tell nothing of their prompts still tell how far prompts are apart."""
+
+    @classmethod
+    def of(cls, picture: Generation, told: LengthLaw) -> _SpreadOfHints:
+        logs = np.log(picture.hint_of[picture.hint_of > 0])
+        return cls(float(logs.var()) if logs.size else 0.0, min(GROUPS, logs.size), told.sigma_hint)
+
+    def log_likelihood(self, law: LengthLaw) -> float:
+        """Up to a constant. Of normal values, by their variance around their own mean."""
+        expected = max(LEAST_SIGMA**2, law.sigma_prompt**2 + self.error**2)
+        return -self.num_hints / 2 * (math.log(expected) + self.variance / expected)
 
 
 def _num_changed(told: LengthLaw, other: LengthLaw) -> int:

@@ -55,6 +55,18 @@ def test_a_spread_that_is_told_half_is_widened_and_one_that_is_told_twice_is_nar
         assert all((factor > 1) == (want > 1) and factor != 1 for factor in factors)
 
 
+@pytest.mark.parametrize(("told", "want"), [(0.5, 2.0), (2.0, 0.5)])
+def test_hints_tell_a_wrong_spread_before_any_response_has_begun(told: float, want: float) -> None:
+    wrong = replace(LAW, sigma_prompt=told * LAW.sigma_prompt, sigma_group=told * LAW.sigma_group)
+    opened = [picture(seed, until=0) for seed in SEEDS]
+    factors = [supported_law(each, wrong).sigma_prompt / wrong.sigma_prompt for each in opened]
+    assert np.median(factors) == pytest.approx(want, rel=0.5)
+    assert all(factor == 1 or (factor > 1) == (want > 1) for factor in factors)
+    assert [supported_law(each, LAW) for each in opened] == [LAW] * len(opened)
+    without_hints = [replace(each, hints=()) for each in opened]
+    assert [supported_law(each, wrong) for each in without_hints] == [wrong] * len(opened)
+
+
 @pytest.mark.parametrize("until", [6000, 12_000])
 @pytest.mark.parametrize(("told", "want"), [(0.5, 2.0), (2.0, 0.5)])
 def test_a_median_that_is_told_half_is_raised_and_one_that_is_told_twice_is_lowered(

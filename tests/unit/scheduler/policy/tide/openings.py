@@ -17,13 +17,15 @@ RATES = (TrainerRate(SPEC.placement[Role.ACTOR].layout, 500.0),)
 
 
 def opening(
-    spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES, shortest_tokens: float = 4000.0
+    spec: JobSpec = SPEC, *, measured: tuple[TrainerRate, ...] = RATES, median_tokens: float = 4000.0
 ) -> Situation:
     """Nothing is generated yet, and nothing remembered."""
     home = as_configured(spec)
     count = spec.num_prompts * spec.group_size
     picture = generation(spec, home.engines, lengths=(0,) * count, places=(-1,) * count, max_running=16)
-    picture = replace(picture, hints=tuple(shortest_tokens + 3 * prompt for prompt in range(spec.num_prompts)))
+    # As far apart as the told law says.
+    hints = tuple(median_tokens * 1.065 ** (prompt - spec.num_prompts / 2) for prompt in range(spec.num_prompts))
+    picture = replace(picture, hints=hints)
     return seen(spec, home, picture=picture, measured=measured, remembered=Remembered())
 
 

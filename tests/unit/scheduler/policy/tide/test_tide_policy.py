@@ -77,7 +77,7 @@ def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_ev
     minibatches: int,
 ) -> None:
     spec = replace(SPEC, num_minibatches=minibatches)
-    choice = POLICY.choose(opening(spec, shortest_tokens=20.0))
+    choice = POLICY.choose(opening(spec, median_tokens=20.0))
     assert choice.assignment == as_configured(spec)
     assert choice.trains
     assert "would not pay" in choice.reason
@@ -94,7 +94,7 @@ def test_where_lending_the_trainers_gpus_does_not_pay_an_iteration_opens_with_ev
 
 
 def test_gpus_of_no_home_generate_where_an_iteration_opens_at_home() -> None:
-    situation = replace(opening(shortest_tokens=20.0), free=SPARE)
+    situation = replace(opening(median_tokens=20.0), free=SPARE)
     choice = POLICY.choose(situation)
     home = as_configured(SPEC)
     assert (choice.assignment.trainer, choice.assignment.inference) == (home.trainer, home.inference)
@@ -102,7 +102,7 @@ def test_gpus_of_no_home_generate_where_an_iteration_opens_at_home() -> None:
 
 
 def test_an_iteration_does_not_open_at_home_with_a_trainer_that_is_elsewhere() -> None:
-    situation = opening(shortest_tokens=20.0)
+    situation = opening(median_tokens=20.0)
     choice = POLICY.choose(replace(situation, trainer=replace(situation.trainer, placed=None)))
     assert choice.assignment.trainer is None
 
@@ -134,7 +134,7 @@ def test_a_first_choice_late_in_an_iteration_starts_from_the_present_gpus(
 
 
 def test_an_iteration_does_not_open_at_a_home_that_lost_a_gpu() -> None:
-    situation = opening(shortest_tokens=20.0)
+    situation = opening(median_tokens=20.0)
     lost = as_configured(SPEC).engines[0][0]
     engines = tuple(engine for engine in situation.engines if lost not in engine.gpus)
     choice = POLICY.choose(replace(situation, generation=replace(situation.generation, engines=engines)))
@@ -286,7 +286,7 @@ def test_the_trainer_moves_only_where_that_gains_enough(rules: TideRules, moves:
         home,
         num_unfinished=8,
         measured=slow,
-        remembered=after(POLICY.choose(opening(shortest_tokens=20.0))),
+        remembered=after(POLICY.choose(opening(median_tokens=20.0))),
         now_ms=5_000,
         num_done=1,
         num_taken=8,
