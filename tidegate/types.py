@@ -23,6 +23,9 @@ InstanceId = NewType("InstanceId", str)
 TransitionId = NewType("TransitionId", str)
 CommandId = NewType("CommandId", str)
 
+LOOPBACK = "127.0.0.1"
+"""The address of what no other machine has to reach."""
+
 _COUNT = re.compile(r"0|[1-9][0-9]{0,18}")
 """One text for each number: no zeros before it, and no digits but those of ASCII."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?")

@@ -53,6 +53,7 @@ class Epochs:
             store=store,
             device=place.device,
             slot_device=place.slot_device,
+            interface=place.interface,
             timeout_s=seat.timeout_s,
         )
         return self._world

@@ -50,7 +50,7 @@ from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
-from tidegate.types import JobId, job_id
+from tidegate.types import LOOPBACK, JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
@@ -95,7 +95,7 @@ class Agent:
             )
             jobs = NodeJobs(folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed)
             servicer.jobs = jobs
-            server = await serve([served], "127.0.0.1:0", tls=tls)
+            server = await serve([served], f"{LOOPBACK}:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
             closing.callback(self._spawner.close)
             closing.push_async_callback(self._supervisor.aclose)

@@ -34,7 +34,7 @@ from tidegate.ownership.adoption import GateReports
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connect_bus, connect_store, run_service, stop_signal
-from tidegate.types import InstanceId, Role, job_id
+from tidegate.types import LOOPBACK, InstanceId, Role, job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
 SOURCE = "scheduler"
@@ -92,7 +92,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         )
         descriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
         served = Service(descriptor, lambda server: control_pb2_grpc.add_ControlServicer_to_server(control, server))
-        server = await serve([served], "127.0.0.1:0", tls=tls)
+        server = await serve([served], f"{LOOPBACK}:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
         credential = credential_folder(host_memory, Party.OPERATOR)
         write_endpoint(folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credential)

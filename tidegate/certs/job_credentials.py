@@ -20,13 +20,12 @@ from tempfile import TemporaryDirectory
 
 from tidegate.certs.authority import MOST_DAYS, Authority
 from tidegate.certs.identity import Identity, Party
-from tidegate.types import JobId
+from tidegate.types import LOOPBACK, JobId
 
 CLUSTER = "local"
 SCHEDULER = Identity(CLUSTER, Party.SCHEDULER, "scheduler")
 OPERATOR = Identity(CLUSTER, Party.OPERATOR, "user")
 SERVERS = Identity(CLUSTER, Party.NODE, "servers")
-LOOPBACK = "127.0.0.1"
 
 
 def job_identity(job: JobId) -> Identity:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tidegate.certs.authority import MOST_DAYS, Authority
 from tidegate.certs.identity import Identity, Party
-from tidegate.certs.job_credentials import CLUSTER, LOOPBACK, OPERATOR, SCHEDULER, job_identity
-from tidegate.types import JobId
+from tidegate.certs.job_credentials import CLUSTER, OPERATOR, SCHEDULER, job_identity
+from tidegate.types import LOOPBACK, JobId
 
 AGENT = Identity(CLUSTER, Party.NODE, "agent")
 _JOBS_SCHEDULER = "scheduler-of-"

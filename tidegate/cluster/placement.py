@@ -48,7 +48,7 @@ def placed_gpus(needs: Sequence[int], nodes: Mapping[NodeId, int], free: Collect
 
 def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> JobConfig:
     """The config with the cluster's nodes, and with `gpus` for its own. ConfigError where it does not fit there."""
-    if (fault := _other_slots(config, slots)) is not None:
+    if (fault := _other_cluster(config, slots)) is not None:
         raise ConfigError(fault)
     at = {gpu: index for index, gpu in enumerate(cluster_gpus(slots.nodes))}
     own = config.cluster.gpus()
@@ -69,7 +69,7 @@ def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> J
 
 def misfit(config: JobConfig, slots: Slots) -> str | None:
     """Why the job can never run in this cluster, with the numbers. None: it can."""
-    if (fault := _other_slots(config, slots)) is not None:
+    if (fault := _other_cluster(config, slots)) is not None:
         return fault
     every = cluster_gpus(slots.nodes)
     found = placed_gpus(needs_of(config), slots.nodes, every)
@@ -88,8 +88,10 @@ def misfit(config: JobConfig, slots: Slots) -> str | None:
     return None
 
 
-def _other_slots(config: JobConfig, slots: Slots) -> str | None:
-    """A slot of the job is another thing than one of the cluster: how."""
+def _other_cluster(config: JobConfig, slots: Slots) -> str | None:
+    """How what the job says of its slots and nodes differs from what the cluster has."""
+    if config.cluster.addresses:
+        return f"job {config.job} has cluster.addresses, and the cluster's nodes have their own: leave them out"
     if config.cluster.device != slots.device:
         return (
             f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {slots.device}"

@@ -25,6 +25,7 @@ from tidegate.config.checks.data import data_faults
 from tidegate.config.checks.evaluation import evaluation_faults
 from tidegate.config.checks.faults import fault_line
 from tidegate.config.checks.job import (
+    address_faults,
     algorithm_faults,
     config_warnings,
     job_faults,
@@ -50,7 +51,7 @@ class ConfigError(ValueError):
 class JobConfig(JobSections):
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
-        faults = [*job_faults(self), *model_faults(self), *data_faults(self)]
+        faults = [*job_faults(self), *address_faults(self), *model_faults(self), *data_faults(self)]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         faults += [*microbatch_faults(self), *pace_faults(self)]
         # These compute with minibatches that divide, so they run only on a config without other faults.

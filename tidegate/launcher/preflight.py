@@ -1,6 +1,7 @@
 """The checks before a job starts.
 
-Its devices are there, its servers answer, its name is free there, its engine is installed, its weights fit.
+Its devices and addresses are there, its servers answer, its name is free there, its engine is installed, its weights
+fit.
 
 Invariants:
 - A check writes nothing. [test_preflight: check_of_free_servers_writes_nothing]
@@ -23,17 +24,30 @@ from tidegate.certs.identity import Party
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
-from tidegate.config.sections.job import ServersSection
+from tidegate.config.sections.job import ClusterSection, ServersSection
 from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
+from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
 from tidegate.types import JobId
 
 ANSWER_TIMEOUT_S = 3.0
 _LOGIN = re.compile(r"(?<=://)[^/]*@")
+
+
+def check_addresses(cluster: ClusterSection) -> None:
+    """CannotStart where a node's address is not this machine's: all nodes of a job run here."""
+    for node, address in cluster.addresses.items():
+        try:
+            interface_of(address)
+        except NotThisMachine as error:
+            raise CannotStart(
+                f"cluster.addresses: {node}: {error}: all nodes of a job run on the machine that starts it; give one "
+                "of these, or leave cluster.addresses out"
+            ) from error
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

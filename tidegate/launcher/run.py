@@ -51,7 +51,7 @@ from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.outcome import End, Outcome, at_rest
-from tidegate.launcher.preflight import check_engine, check_servers, check_weights
+from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
@@ -144,6 +144,7 @@ async def _checked(request: RunRequest) -> Job:
         raise ConfigError(fault)
     if fault := cuda_fault(request.config.cluster):
         raise CannotStart(fault)
+    check_addresses(request.config.cluster)
     job = load_job(request.config)
     refuse_running(JobFolder.of(request.config))
     if faults := tracking_faults(request.config.tracking):

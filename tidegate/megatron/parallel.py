@@ -27,8 +27,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import Store, TCPStore
 
 from tidegate.elastic.epoch.backends import agreed_backend
-from tidegate.elastic.epoch.rendezvous import LOOPBACK, connect_store, listening_socket, serve_store, use_interface
-from tidegate.types import Layout
+from tidegate.elastic.epoch.rendezvous import connect_store, listening_socket, serve_store, use_interface
+from tidegate.types import LOOPBACK, Layout
 
 
 @dataclass(frozen=True, slots=True)

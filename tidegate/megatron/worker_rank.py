@@ -51,6 +51,7 @@ class WorkerWorlds:
             port=wired.port,
             timeout_s=wired.timeout_s,
             host=wired.host,
+            interface=place.interface,
             slot_device=place.slot_device,
             store=PrefixStore(keys, self._store(wired)),
         )

@@ -193,7 +193,7 @@ class _Instance:
             local = await self._local_instance(snapshots, closing)
             component = ComponentServicer(self._job_id, self._lead_host, store)
             services = _services(component, InstanceServicer(local, boot=boot), WeightsServicer(snapshots))
-            server = await serve(services, "127.0.0.1:0", tls=tls)
+            server = await serve(services, f"{config.cluster.address_of(self._arguments.node)}:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
 
             def connect(instance: str, endpoint: str) -> InstancePort:
@@ -242,6 +242,7 @@ class _Instance:
             log_dir=self._attempt.logs / str(self._role),
             timeline=self._attempt.timeline / f"{self._name}.jsonl",
             works_for=f"{self._config.job} {self._role}",
+            address=self._config.cluster.address_of(node),
             start_timeout_s=times.command_deadline_s,
         )
         workers = LocalWorkers(

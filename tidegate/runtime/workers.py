@@ -37,11 +37,9 @@ from tidegate.lines import append_lines
 from tidegate.runtime.crew import WorkerGone
 from tidegate.runtime.launch import WorkerFds, WorkerLauncher, WorkerSpec
 from tidegate.runtime.local_worker import LocalWorker, hand_over
-from tidegate.types import GpuId, Grant
+from tidegate.types import LOOPBACK, GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
-_STORE_HOST = "127.0.0.1"
-"""The host on which the torch stores of the workers' worlds listen."""
 OnDeath = Callable[[Grant, int], Awaitable[None]]
 """(grant, exit status; negative: the signal)."""
 
@@ -59,6 +57,8 @@ class WorkerHome:
     log_dir: Path
     timeline: Path
     works_for: str
+    address: str = LOOPBACK
+    """Where the torch stores of the workers' worlds listen."""
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     stop_timeout_s: float = 10.0
@@ -192,7 +192,7 @@ class LocalWorkers:
     async def _launch(self, grant: Grant) -> LocalWorker:
         holds, holds_of_worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel, channel_of_worker = socket.socketpair()
-        listener = socket.create_server((_STORE_HOST, 0))
+        listener = socket.create_server((self._home.address, 0))
         log_path = self._home.log_dir / f"worker-{quote(grant.gpu, safe='').replace('%2F', '-')}.log"
         home = self._home
         spec = WorkerSpec(entry=home.entry, grant=grant, log_path=log_path, env=home.env, works_for=home.works_for)

@@ -26,6 +26,7 @@ from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusLimits
 from tidegate.ports.store import Store
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
+from tidegate.types import LOOPBACK
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "cluster"
@@ -55,7 +56,7 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
             lambda server: cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server),
             {UnknownSubmission: grpc.StatusCode.NOT_FOUND, UnknownNode: grpc.StatusCode.NOT_FOUND},
         )
-        server = await serve([served], "127.0.0.1:0", tls=tls)
+        server = await serve([served], f"{LOOPBACK}:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
         write_endpoint(
             folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credentials.of(Party.OPERATOR)

@@ -25,7 +25,7 @@ from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
-from tidegate.launcher.preflight import check_engine, check_servers, check_weights, masked
+from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights, masked
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import StoreContents
 from tidegate.runtime.cuda import cuda_fault
@@ -156,6 +156,14 @@ async def test_a_model_with_experts_is_refused_where_sglang_would_generate(tmp_p
         CannotStart, match=r"dense models here, and this one has 4 experts: set rollout\.engine=embedded"
     ):
         await check_engine(sparse)
+
+
+def test_an_address_of_another_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    given = dict.fromkeys(small_config(tmp_path).cluster.nodes, "192.0.2.77")
+    elsewhere = small_config(tmp_path).cluster.model_copy(update={"addresses": given})
+    with pytest.raises(CannotStart, match=r"addresses: n0: 192.0.2.77 is no address .* leave cluster.addresses"):
+        check_addresses(elsewhere)
+    check_addresses(elsewhere.model_copy(update={"addresses": dict.fromkeys(given, "127.0.0.2")}))
 
 
 @pytest.mark.parametrize("key", ["nats_credentials", "redis_credentials"])

@@ -7,6 +7,8 @@ Each text gives the key, the numbers and the remedy. An empty list means that th
 
 from __future__ import annotations
 
+from ipaddress import IPv4Address
+
 from tidegate.config.checks.actor_layouts import actor_layout_warnings
 from tidegate.config.checks.evaluation import evaluation_warnings
 from tidegate.config.checks.layouts import replicas_fault
@@ -28,6 +30,34 @@ def job_faults(config: JobSections) -> list[str]:
         except ValueError as error:
             faults.append(str(error).replace("job name", f"{name} name"))
     return faults
+
+
+def address_faults(config: JobSections) -> list[str]:
+    """Faults of the nodes' addresses that show without a look at the machine."""
+    nodes, addresses = config.cluster.nodes, config.cluster.addresses
+    if not addresses:
+        return []
+    faults = []
+    if unknown := [node for node in addresses if node not in nodes]:
+        faults.append(f"cluster.addresses: {', '.join(unknown)} not in cluster.nodes ({', '.join(nodes)})")
+    if missing := [node for node in nodes if node not in addresses]:
+        faults.append(f"cluster.addresses: {', '.join(missing)} has none, so no other node could reach it: add it")
+    known = {node: _ip_address(address) for node, address in addresses.items()}
+    for node, address in known.items():
+        if address is None or address.is_unspecified or address.is_multicast:
+            faults.append(
+                f"cluster.addresses: {node}: {addresses[node]} is no IPv4 address of a machine: give one, as 10.0.0.7"
+            )
+    if len({address.is_loopback for address in known.values() if address is not None}) > 1:
+        faults.append("cluster.addresses: no other machine reaches an address of loopback: give all of another kind")
+    return faults
+
+
+def _ip_address(text: str) -> IPv4Address | None:
+    try:
+        return IPv4Address(text)
+    except ValueError:
+        return None
 
 
 def model_faults(config: JobSections) -> list[str]:
@@ -241,6 +271,11 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
         warnings.append(
             f"cluster.slots_per_gpu={num_sharing}: up to {num_sharing} slots share a device and its memory, and ranks "
             "on one device exchange tensors through host memory: this is for trials, not for speed"
+        )
+    if open_at := [each for each in config.cluster.addresses.values() if not IPv4Address(each).is_loopback]:
+        warnings.append(
+            f"cluster.addresses: torch's stores and gloo listen on {', '.join(sorted(set(open_at)))} and ask nobody "
+            "for a credential: these must be addresses of a private network"
         )
     if config.rollout.length_law is not None:
         warnings.append(

@@ -34,7 +34,7 @@ from tidegate.config.sections.scheduler import SchedulerSection
 from tidegate.device_slots import DeviceKind
 from tidegate.megatron.packing import PAD_MULTIPLE
 from tidegate.model_config import ModelConfig
-from tidegate.types import GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
+from tidegate.types import LOOPBACK, GpuId, Layout, MinibatchOrder, NodeId, Precision, Recompute, Role, gpu_id
 
 
 class LayoutSection(_Section):
@@ -92,9 +92,14 @@ class ClusterSection(_Section):
     device: DeviceKind = "cpu"
     slots_per_gpu: Positive = 1
     """The most slots that share one device. The first slots of a node share its device 0."""
+    addresses: dict[str, str] = Field(default_factory=dict)
+    """The IPv4 address of each node, on which its processes listen and others reach them. Empty: loopback."""
     component_placement: PlacementSection
     pace: PaceSection | None = None
     """The speed of a cited GPU for each slot. None: a slot is as fast as its CPU."""
+
+    def address_of(self, node: NodeId) -> str:
+        return self.addresses.get(node, LOOPBACK)
 
     def gpus(self) -> tuple[GpuId, ...]:
         return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))

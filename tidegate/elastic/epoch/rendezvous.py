@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-LOOPBACK = "127.0.0.1"
+from tidegate.types import LOOPBACK
 
 
 def listening_socket(host: str = LOOPBACK, port: int = 0) -> socket.socket:
