@@ -43,7 +43,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.lock import held
-from tidegate.launcher.services import fork_server_env, forkserver_command, service_env
+from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.processes import ServiceSpec, Supervisor
@@ -74,7 +74,9 @@ class Agent:
         self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
         """The credentials of the jobs that the servers let in."""
         self._servers = EmbeddedServers(folder.servers, guard=self._guard())
-        self._spawner = Spawner.begin((LAUNCHER,), env=service_env(slots.device), log_path=folder.logs / "spawner.out")
+        self._spawner = Spawner.begin(
+            (LAUNCHER, *FORKED), env=service_env(slots.device), log_path=folder.logs / "spawner.out"
+        )
         self._supervisor = Supervisor(self._spawner.start)
         self._log = structlog.get_logger(SOURCE)
 

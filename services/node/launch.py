@@ -17,7 +17,9 @@ from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.launcher.claim import Start, write_private
 from tidegate.launcher.outcome import End
 from tidegate.launcher.run import NotRecorded, RunRequest, run_job
+from tidegate.launcher.services import FORKED
 from tidegate.logs import configure_logging
+from tidegate.runtime.spawner import Spawner
 from tidegate.v1 import control_pb2, events_pb2
 
 
@@ -47,17 +49,22 @@ def main() -> int:
     parser.add_argument("--end", type=Path, required=True, help="the file that tells how it ended")
     parser.add_argument("--command", required=True, help="what a person types to submit the job again")
     args = parser.parse_args()
-    config = JobConfig.read(args.config)
-    configure_logging("launcher", level="WARNING")
-    end, message = _run(config, Start(args.treatment), args.command)
+    spawner = Spawner.forked(FORKED)
+    try:
+        config = JobConfig.read(args.config)
+        configure_logging("launcher", level="WARNING")
+        end, message = _run(config, Start(args.treatment), args.command, spawner)
+    finally:
+        if spawner is not None:
+            spawner.close()
     write_private(args.end, json.dumps({"end": end, "message": message}))
     return int(end is not End.FINISHED)
 
 
-def _run(config: JobConfig, start: Start, command: str) -> tuple[End, str]:
+def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None) -> tuple[End, str]:
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force")
     try:
-        outcome = asyncio.run(run_job(request, _Unseen()))
+        outcome = asyncio.run(run_job(request, _Unseen(), spawner))
     except (ConfigError, NotRecorded) as error:
         return End.FAILED, str(error)
     return outcome.end, outcome.reason

@@ -108,8 +108,8 @@ async def check_job(request: RunRequest) -> Job:
     return job
 
 
-async def run_job(request: RunRequest, view: View) -> Outcome:
-    """The outcome of the run.
+async def run_job(request: RunRequest, view: View, spawner: Spawner | None = None) -> Outcome:
+    """The outcome of the run. `spawner`: of the services; None: the run makes one.
 
     Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
     """
@@ -129,7 +129,7 @@ async def run_job(request: RunRequest, view: View) -> Outcome:
             with claiming as claim:
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
-                run = _Run(claim, request, view, start_ns=start_ns)
+                run = _Run(claim, request, view, spawner, start_ns=start_ns)
                 return await run.to_its_end(signals)
         except asyncio.CancelledError:
             if not signals:
@@ -205,12 +205,15 @@ def _nothing_done(request: RunRequest, message: str, *, start_ns: int, stopped_b
 class _Run:
     """One run in its claimed folder."""
 
-    def __init__(self, claim: Claim, request: RunRequest, view: View, *, start_ns: int) -> None:
+    def __init__(
+        self, claim: Claim, request: RunRequest, view: View, spawner: Spawner | None, *, start_ns: int
+    ) -> None:
         self._claim = claim
         self._folder = claim.folder
         self._config = claim.config
         self._request = request
         self._view = view
+        self._spawner = spawner
         self._start_ns = start_ns
         self._follower: JobFollower | None = None
         self._has_bus = True
@@ -276,7 +279,9 @@ class _Run:
         return outcome
 
     async def _with_spawner(self) -> End:
-        """It imports the services' modules while the servers start."""
+        """A new one imports the services' modules while the servers start."""
+        if self._spawner is not None:
+            return await self._with_servers(self._spawner)
         env, log = service_env(self._config.cluster.device), self._claim.attempt.logs / "spawner.out"
         with closing(Spawner.begin(FORKED, env=env, log_path=log)) as spawner:
             return await self._with_servers(spawner)

@@ -7,6 +7,9 @@ spawner, which imports while the launcher does other things. For each service it
 once. So the kernel gives the service to its nearest subreaper, which the launcher has made itself: the launcher is the
 service's parent, as if it had started it. ROOM is room for the services' command lines, which `ps` shows.
 
+A launcher that is itself the fork of a spawner has its modules already: its own spawner is a fork of it, and imports
+nothing.
+
     launcher -> spawner -> (ended) -> service        launcher -> service
 
 Invariants:
@@ -61,6 +64,9 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
     def wait(self) -> int:
         """The exit status, negative for a signal. The child must be dead, or this waits for it."""
         _, status = os.waitpid(self.pid, 0)
@@ -68,9 +74,11 @@ class Forked:
 
 
 class Spawner:
-    """`begin` makes it. Use it on the thread that made it, and call `start` once `ready` has returned."""
+    """`begin` makes it, or `forked`. Use it on the thread that made it, and call `start` once `ready` has returned."""
 
-    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes], modules: frozenset[str]) -> None:
+    def __init__(
+        self, connection: socket.socket, process: subprocess.Popen[bytes] | Forked, modules: frozenset[str]
+    ) -> None:
         self._connection = connection
         self._process = process
         self._modules = modules
@@ -81,9 +89,7 @@ class Spawner:
     def begin(cls, modules: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> Self:
         """Starts the spawner of services' modules, which have a `main`. `env` is added to that of this
         process. OSError."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+        _become_subreaper()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = (str(other.fileno()), str(os.getpid()), ",".join(modules), "-" * _ROOM_BYTES)
@@ -99,6 +105,28 @@ class Spawner:
                 start_new_session=True,
             )
         return cls(own, process, frozenset(modules))
+
+    @classmethod
+    def forked(cls, modules: Sequence[str]) -> Self | None:
+        """A spawner that is a fork of this process. None where it has not imported the modules, or has threads, which
+        no fork has."""
+        if not all(_is_imported(module) for module in modules) or _num_threads() != 1:
+            return None
+        _become_subreaper()
+        launcher = os.getpid()
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                own.close()
+                os.setsid()
+                _belong_to(launcher)
+                _serve(other, launcher)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        other.close()
+        return cls(own, Forked(pid), frozenset(modules))
 
     async def ready(self) -> None:
         """Returns once it has imported the modules, and at once after that. If it cannot, all services will be new
@@ -144,15 +172,25 @@ class Spawner:
 
 def main(arguments: Sequence[str]) -> int:
     fd, launcher, modules, _ = arguments
-    die_with_parent(int(launcher))
-    set_process_title("\0".join((sys.executable, "-m", "tidegate.runtime.spawner")))
+    _belong_to(int(launcher))
     connection = socket.socket(fileno=int(fd))
     os.set_inheritable(connection.fileno(), False)
     for module in modules.split(","):
         _program(module)
-    if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+    if (num_threads := _num_threads()) != 1:
         print(f"spawner: {num_threads} threads run after the imports; a fork would lose them", file=sys.stderr)
         return 1
+    _serve(connection, int(launcher))
+    return 0
+
+
+def _belong_to(launcher: int) -> None:
+    die_with_parent(launcher)
+    set_process_title("\0".join((sys.executable, "-m", "tidegate.runtime.spawner")))
+
+
+def _serve(connection: socket.socket, launcher: int) -> None:
+    """The work of the spawner, until the launcher closes the connection."""
     for number in RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     gc.freeze()
@@ -163,14 +201,29 @@ def main(arguments: Sequence[str]) -> int:
         if between == 0:
             service = os.fork()
             if service == 0:
-                _become(request, connection, (told, tell), int(launcher))
+                _become(request, connection, (told, tell), launcher)
             os.write(tell, b"%d" % service)
             os._exit(0)
         os.close(tell)
         os.waitpid(between, 0)
         connection.send(os.read(told, 32))
         os.close(told)
-    return 0
+
+
+def _become_subreaper() -> None:
+    """The kernel gives orphans below this process to it. OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _is_imported(module: str) -> bool:
+    found = sys.modules.get(module)
+    return found is not None and (not hasattr(found, "__path__") or f"{module}.__main__" in sys.modules)
 
 
 def _program(module: str) -> Any:

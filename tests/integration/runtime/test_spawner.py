@@ -23,8 +23,15 @@ from pathlib import Path
 from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.spawner import Spawner
 
-what, folder, module, loses_it = sys.argv[1:5]
-spawner = Spawner.begin(["tests.integration.runtime.spawned"], env={}, log_path=Path(folder, "spawner.log"))
+what, folder, module, loses_it, forks = sys.argv[1:6]
+modules = ["tests.integration.runtime.spawned"]
+if forks == "True":
+    import tests.integration.runtime.spawned.__main__
+    spawner = Spawner.forked(modules)
+    assert spawner is not None
+else:
+    assert Spawner.forked(modules) is None, "a fork would have to import them"
+    spawner = Spawner.begin(modules, env={}, log_path=Path(folder, "spawner.log"))
 
 async def main():
     await spawner.ready()
@@ -45,9 +52,11 @@ asyncio.run(main())
 """
 
 
-def launched(folder: Path, what: str, *, module: str = SERVICE, loses_it: bool = False) -> subprocess.Popen[str]:
+def launched(
+    folder: Path, what: str, *, module: str = SERVICE, loses_it: bool = False, forks: bool = False
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, what, str(folder), module, str(loses_it)],
+        [sys.executable, "-c", LAUNCHER, what, str(folder), module, str(loses_it), str(forks)],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -70,8 +79,9 @@ def test_a_service_ends_with_its_own_status_and_prints_into_its_log(tmp_path: Pa
     assert ("RuntimeError: as the test wants it" in log) is (what == "raise")
 
 
-def test_a_service_is_a_child_of_its_launcher_and_dies_with_it(tmp_path: Path) -> None:
-    launcher = launched(tmp_path, "stay")
+@pytest.mark.parametrize("forks", [False, True], ids=["of a spawner that imports", "of a fork of the launcher"])
+def test_a_service_is_a_child_of_its_launcher_and_dies_with_it(tmp_path: Path, forks: bool) -> None:
+    launcher = launched(tmp_path, "stay", forks=forks)
     assert launcher.stdout is not None
     service, log = psutil.Process(int(launcher.stdout.readline())), tmp_path / "log"
     while not (log.exists() and "printed" in log.read_text()):
@@ -105,9 +115,9 @@ def test_what_the_spawner_does_not_have_is_started_as_a_new_program(tmp_path: Pa
 
 
 def test_a_spawner_that_cannot_import_leaves_all_to_new_programs(tmp_path: Path) -> None:
-    script = LAUNCHER.replace('begin(["tests', 'begin(["no.such.module", "tests')
+    script = LAUNCHER.replace('modules = ["tests', 'modules = ["no.such.module", "tests')
     launcher = subprocess.run(
-        [sys.executable, "-c", script, "return", str(tmp_path), SERVICE, "False"],
+        [sys.executable, "-c", script, "return", str(tmp_path), SERVICE, "False", "False"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
