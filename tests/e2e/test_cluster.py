@@ -75,6 +75,11 @@ class Cluster:
         lines = (self.folder.logs / "cluster.jsonl").read_text().splitlines()
         return [line for line in map(parse_json, lines) if line["event"] == "job"]
 
+    def nodes_of(self, job: str) -> list[str]:
+        """The node of each start of a job that lies on one."""
+        starts = [line["gpus"] for line in self.told() if (line["job"], line["state"]) == (job, "placed")]
+        return [gpus[0].partition("/")[0] for gpus in starts]
+
     def summary(self, job: str) -> dict[str, Any]:
         found = parse_json((self.output_dir / job / "result.json").read_text())
         return dict(found["summary"])
@@ -188,3 +193,25 @@ def test_a_killed_launcher_scheduler_and_server_are_replaced(cluster: Cluster) -
     assert found.num_starts == 2, "only the launcher's death was a start"
     summary = cluster.summary("one")
     assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, 20)
+
+
+@pytest.mark.long
+def test_a_job_of_a_drained_node_goes_on_elsewhere_with_the_same_bits(cluster: Cluster) -> None:
+    cluster.run("up", "n0=3", "n1=3")
+    cluster.submit("moved", algorithm__iterations=20)
+    cluster.until_trained("moved")
+    node, other = cluster.nodes_of("moved")[-1], {"n0": "n1", "n1": "n0"}
+    assert f"node {node} gets no jobs" in cluster.run("drain", node)
+    assert cluster.until("moved", state="finished").num_starts == 2
+    assert cluster.nodes_of("moved") == [node, other[node]]
+    states = {row["node"]: row["state"] for row in json.loads(cluster.run("get", "nodes", "-o", "json"))}
+    assert states == {node: "drained", other[node]: "ready"}
+    cluster.submit("beside", algorithm__iterations=20)
+    cluster.submit("undisturbed", algorithm__iterations=20)
+    cluster.until("beside", state="running")
+    assert "takes jobs again" in cluster.run("drain", node, "--undo")
+    cluster.until("undisturbed", state="finished")
+    assert (cluster.nodes_of("beside"), cluster.nodes_of("undisturbed")) == ([other[node]], [node])
+    moved, undisturbed = cluster.summary("moved"), cluster.summary("undisturbed")
+    assert (moved["lost"], moved["duplicates"], moved["iterations"]) == (0, 0, 20)
+    assert moved["weights_checksum"] == undisturbed["weights_checksum"]
