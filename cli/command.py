@@ -29,6 +29,7 @@ from cli.simulation import arguments as simulation
 from cli.timeline import TimelineForm, timeline_text
 from cli.top import top
 from cli.usage import BadUsage, Parser, seed
+from cli.watch import watch
 from cli.why import Question, why
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import ConfigError
@@ -119,7 +120,8 @@ def _run(args: argparse.Namespace) -> int:
         case "doctor":
             return job_commands.doctor(args.config, args.output_dir, form)
         case "get":
-            return asyncio.run(job_commands.get(args.what, args.jobs, output_dir, form))
+            look = partial(job_commands.get, args.what, args.jobs, output_dir, form)
+            return asyncio.run(watch(look) if args.watch else look())
         case "describe":
             return asyncio.run(job_commands.describe(args.job, output_dir, form))
         case "events":
@@ -189,6 +191,7 @@ def _parser() -> Parser:
     get = command("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "nodes", "deadletters"])
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
+    get.add_argument("-w", "--watch", action="store_true", help="show it again as it changes, until Ctrl-C")
     for name, description in (
         ("describe", "Show a job: its state, components, iterations and evaluations."),
         ("events", "List the events of a job."),

@@ -26,7 +26,7 @@ from tidegate.short_lists import first_few
 from tidegate.v1 import control_pb2, events_pb2
 
 BEAT_S = 1.0
-_CLEAR = "\x1b[H\x1b[2J"
+CLEAR = "\x1b[H\x1b[2J"
 _EVENTS_BACK = 500
 """The events that the first look reads: the last figures of each component are among them."""
 _COLUMNS = ("role", "state", "gpus", "layout", "on", "does")
@@ -79,7 +79,7 @@ async def top(folder: JobFolder, form: Form, *, once: bool, beat_s: float = BEAT
     while True:
         try:
             view = await look(folder, figures)
-            print(_CLEAR + text(view), file=out, flush=True)
+            print(CLEAR + text(view), file=out, flush=True)
             if view["is_over"]:
                 return 0
         except (NotRunning, PeerUnavailable):
