@@ -9,6 +9,7 @@ holds in the state, in proposals and in commands. [test_moving: engines_of_sever
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from services.scheduler.state.components import Component
 from services.scheduler.state.values import JobSpec, Placed
@@ -18,6 +19,7 @@ Replica = tuple[GpuId, ...]
 """The GPUs of one replica, in rank order."""
 
 
+@lru_cache(maxsize=64)  # a decision asks for the same ones several times
 def replicas(gpus: tuple[GpuId, ...], size: int) -> tuple[Replica, ...]:
     """Replicas of `size` consecutive GPUs each. GPUs that do not fill the last one are left out."""
     return tuple(gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size))

@@ -25,6 +25,7 @@ from services.scheduler.policy.tide.plans import (
     neighbours,
     not_before,
     search,
+    search_beside,
 )
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
@@ -178,12 +179,26 @@ def test_a_plan_that_waits_is_given_up_only_for_a_much_better_one() -> None:
     own = forecast(situation, simulated, tuple(range(512)))
     foresight, late = Foresight(TideRules()), Plans(np.array([own.span_s]), np.full((1, 4), 60), np.full((1, 4), 4))
     waits = search(own, late, rounds=1)
-    found = foresight._elsewhere(own, waits, 4)
+    found = foresight._improved(own, late, 4)
     assert found.end_s < (1 - ELSEWHERE_GAIN) * waits.end_s
     assert found.plan.start_s[0] < waits.plan.start_s[0] / 2
-    assert foresight._elsewhere(own, found, 4) is found
+    assert foresight._improved(own, found.plan, 4).end_s == search(own, found.plan, rounds=1).end_s
     has_trainer = replace(own, cluster=replace(own.cluster, num_trainer_gpus=4))
-    assert foresight._elsewhere(has_trainer, waits, 4) is waits
+    assert foresight._improved(has_trainer, late, 4).end_s == search(has_trainer, late, rounds=1).end_s
+
+
+def test_a_search_beside_others_finds_what_two_forecasts_find() -> None:
+    situation, simulated = opened(PUBLISHED, 0)
+    own = forecast(situation, simulated, tuple(range(512)))
+    coarse = family(own.cluster, 4, own.span_s)
+    for row in (0, 5, coarse.count - 1):
+        plan = coarse.row(row)
+        found, other = search_beside(own, plan, coarse)
+        apart = search(own, plan, rounds=1), best_of(own, not_before(coarse, earliest_start_s(own)))
+        for one, two in zip((found, other), apart, strict=True):
+            assert one.end_s == two.end_s
+            assert np.array_equal(one.plan.trainer, two.plan.trainer)
+            assert np.array_equal(one.plan.start_s, two.plan.start_s)
 
 
 def test_inference_gives_gpus_to_the_trainer_from_a_minibatch_on() -> None:

@@ -25,7 +25,7 @@ from services.scheduler.policy.tide.cluster import Cluster, Plans, can_move, clu
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.policy.tide.outlook import outlook
-from services.scheduler.policy.tide.plans import Found, best_of, earliest_start_s, family, not_before, search
+from services.scheduler.policy.tide.plans import Found, best_of, family, search, search_beside
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
 from tidegate.short_lists import counted
@@ -88,7 +88,7 @@ class Foresight:
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
-            found = self._elsewhere(forecast, search(forecast, known, rounds=1), num_left)
+            found = self._improved(forecast, known, num_left)
             return replace(found, weighed=(alternative("the plan, improved", found, is_chosen=True),))
         coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
         begin = coarse if known is None else known
@@ -131,14 +131,15 @@ class Foresight:
         left = outlook(situation, situation.expected_lengths, num_slots=num_slots, waiting=waiting)
         return Forecast(left, cluster, situation.costs)
 
-    def _elsewhere(self, forecast: Forecast, found: Found, num_left: int) -> Found:
-        """The plan. While the trainer has no GPUs, one of the family in its place that is so much better that the plan
-        was made in another belief: neighbours of a plan that starts in the rollout's tail all start there."""
+    def _improved(self, forecast: Forecast, known: Plans, num_left: int) -> Found:
+        """The plan, or a neighbour. While the trainer has no GPUs, one of the family in its place that is so much
+        better that the plan was made in another belief: neighbours of a plan that starts in the rollout's tail all
+        start there."""
         cluster = forecast.cluster
         if cluster.num_trainer_gpus or cluster.is_open:
-            return found
+            return search(forecast, known, rounds=1)
         coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
-        other = best_of(forecast, not_before(coarse, earliest_start_s(forecast)))
+        found, other = search_beside(forecast, known, coarse)
         if other.end_s >= (1 - ELSEWHERE_GAIN) * found.end_s:
             return found
         return search(forecast, other.plan, rounds=1)

@@ -35,6 +35,7 @@ import numpy as np
 from services.scheduler.policy.situation import Alternative
 from services.scheduler.policy.tide.cluster import Cluster, Plans
 from services.scheduler.policy.tide.forecast import Forecast
+from services.scheduler.state.observed import Floats
 
 START_STEPS = (0.008, 0.024, 0.08)
 FAMILY_STARTS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.32)
@@ -66,29 +67,47 @@ class Found:
 
 def best_of(forecast: Forecast, plans: Plans) -> Found:
     """The plan that ends first; of several the first."""
-    return _first_and_best(forecast, plans)[1]
+    return _found(plans, forecast.ends_s(plans))
 
 
 def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
     """Starts at the best of the given plans, and goes on while a round gains at least `LEAST_GAIN_S`."""
-    earliest_s = earliest_start_s(forecast)
-    begin = not_before(begin, earliest_s)
+    begin = not_before(begin, earliest_start_s(forecast))
     plan = begin if begin.count == 1 else best_of(forecast, begin).plan
     for _ in range(rounds):
-        around = not_before(
-            neighbours(plan, forecast.cluster, forecast.span_s, infers_ahead=forecast.infers_ahead), earliest_s
-        )
-        found, better = _first_and_best(forecast, Plans.of(plan, around))
-        if not better.end_s < found.end_s - LEAST_GAIN_S:
+        near = _near(forecast, plan)
+        found, is_better = _improved(near, forecast.ends_s(near))
+        if not is_better:
             return found
-        found, plan = better, better.plan
+        plan = found.plan
     return found
 
 
-def _first_and_best(forecast: Forecast, plans: Plans) -> tuple[Found, Found]:
-    ends_s = forecast.ends_s(plans)
-    first, best = (Found(plans.row(at), float(ends_s[at])) for at in (0, int(ends_s.argmin())))
-    return first, best
+def search_beside(forecast: Forecast, plan: Plans, others: Plans) -> tuple[Found, Found]:
+    """One round of a search from one plan, and the best of the others. One forecast of all takes less than two."""
+    earliest_s = earliest_start_s(forecast)
+    near, others = _near(forecast, not_before(plan, earliest_s)), not_before(others, earliest_s)
+    ends_s = forecast.ends_s(Plans.of(near, others))
+    return _improved(near, ends_s[: near.count])[0], _found(others, ends_s[near.count :])
+
+
+def _near(forecast: Forecast, plan: Plans) -> Plans:
+    """The plan, and its neighbours."""
+    around = neighbours(plan, forecast.cluster, forecast.span_s, infers_ahead=forecast.infers_ahead)
+    return Plans.of(plan, not_before(around, earliest_start_s(forecast)))
+
+
+def _improved(near: Plans, ends_s: Floats) -> tuple[Found, bool]:
+    """The plan or, where one gains at least `LEAST_GAIN_S`, its best neighbour; and whether it is a neighbour."""
+    best = _found(near, ends_s)
+    if best.end_s < ends_s[0] - LEAST_GAIN_S:
+        return best, True
+    return Found(near.row(0), float(ends_s[0])), False
+
+
+def _found(plans: Plans, ends_s: Floats) -> Found:
+    at = int(ends_s.argmin())
+    return Found(plans.row(at), float(ends_s[at]))
 
 
 def earliest_start_s(forecast: Forecast) -> float:
