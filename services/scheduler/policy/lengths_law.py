@@ -133,6 +133,14 @@ def priors(hints: Floats, laws: Sequence[LengthLaw]) -> tuple[Floats, Floats]:
     return mean, np.where(has_hint, weight * of_hints, of_prompts)
 
 
+def variance_of_hints(picture: Generation) -> tuple[float, int]:
+    """Of their logarithms, around their own mean; and the number of hints. It is that of levels and of hints' errors
+    together."""
+    hints = picture.hint_of
+    logs = np.log(hints[hints > 0])
+    return (float(logs.var()) if logs.size else 0.0), logs.size
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """What some prompts have shown, in logarithms of tokens.

@@ -25,7 +25,7 @@ import math
 
 import numpy as np
 
-from services.scheduler.policy.lengths_law import prior
+from services.scheduler.policy.lengths_law import prior, variance_of_hints
 from services.scheduler.policy.situation import Situation, minibatch_of
 from services.scheduler.state.observed import Ints
 from tidegate.types import PromptOrder
@@ -79,6 +79,5 @@ def _by_length(situation: Situation) -> Ints:
 
 def _spread_seen(situation: Situation) -> float:
     """The spread between prompts that hints show beside their error, in logarithms of tokens."""
-    hints = situation.generation.hint_of
-    logs = np.log(hints[hints > 0])
-    return math.sqrt(max(0.0, logs.var() - situation.lengths.sigma_hint**2)) if logs.size else 0.0
+    variance, _ = variance_of_hints(situation.generation)
+    return math.sqrt(max(0.0, variance - situation.lengths.sigma_hint**2))

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.scheduler.policy.lengths_law import LEAST_SIGMA, evidences, observed, priors
+from services.scheduler.policy.lengths_law import LEAST_SIGMA, evidences, observed, priors, variance_of_hints
 from services.scheduler.state.costs import LengthLaw
 from services.scheduler.state.observed import Generation
 
@@ -99,8 +99,8 @@ class _SpreadOfHints:
 
     @classmethod
     def of(cls, picture: Generation, told: LengthLaw) -> _SpreadOfHints:
-        logs = np.log(picture.hint_of[picture.hint_of > 0])
-        return cls(float(logs.var()) if logs.size else 0.0, min(GROUPS, logs.size), told.sigma_hint)
+        variance, num_hints = variance_of_hints(picture)
+        return cls(variance, min(GROUPS, num_hints), told.sigma_hint)
 
     def log_likelihood(self, law: LengthLaw) -> float:
         """Up to a constant. Of normal values, by their variance around their own mean."""
