@@ -6,6 +6,8 @@
 # make mutations    breaks the code on purpose and shows that the tests notice
 # make test-chaos   jobs under drawn faults, judged from outside: make test-chaos RUNS=20 SEED=0
 # make test-wandb   the rows for W&B, offline, with its packages
+# make compose-up   a cluster in a container on this machine (docs/cluster.md)      make compose-down   ends it
+# make test-compose the cluster in a container, with Docker
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 # make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
 # make wheels       the packages that a machine with its own torch and no network lacks: make wheels PY=3.12
@@ -19,6 +21,7 @@
 # DRY          lists the parts of make gpu and runs none: make gpu DRY=1
 # DEVICE       cpu: the parts of make gpu at a tiny size, without CUDA
 # WHEELS       the folder of make wheels: make gpu WHEELS=build/wheels/3.12 PYTHON=/path/to/python/with/torch
+# COMPOSE      the compose command with its file: COMPOSE="docker-compose -f deploy/compose.yaml"
 # PY           the Python of that machine, 3.11 to 3.13: make wheels PY=3.12
 
 PYTHON ?= python3
@@ -32,6 +35,7 @@ DRY ?=
 DEVICE ?= cuda
 WHEELS ?=
 PY ?= 3.12
+COMPOSE ?= docker compose -f deploy/compose.yaml
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,7 +58,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
+.PHONY: help demo compose-up compose-down test-compose test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -121,7 +125,7 @@ test-wandb: $(DEV)
 	@$(INSTALL) -r requirements/base.txt -r requirements/wandb.in >&2
 	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
 
-test-all: test test-long mutations test-wandb test-sglang
+test-all: test test-long mutations test-wandb test-sglang test-compose
 
 # Before an environment is made, for that takes minutes and gigabytes.
 .PHONY: gpu-check
@@ -140,6 +144,19 @@ $(GPU_VENV):
 
 wheels: $(RUNTIME)
 	@$(BIN)/python -m tools.wheels --python $(PY) --into build/wheels/$(PY) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Each waits for what it started or ended.
+compose-up:
+	@$(COMPOSE) up --build --detach --wait $(ARGS)
+
+compose-down:
+	@$(COMPOSE) down $(ARGS)
+
+test-compose: $(DEV)
+	@command -v $(firstword $(COMPOSE)) >/dev/null || { \
+		echo "make: $(firstword $(COMPOSE)) is not on PATH; install Docker with its compose command, or name it: COMPOSE=..." >&2; \
+		exit 2; }
+	@COMPOSE="$(COMPOSE)" $(BIN)/python -m pytest -m compose tests/compose $(ARGS)
 
 # The quick checks come first.
 lint: $(DEV)

@@ -75,7 +75,8 @@ def nodes_of(words: list[str]) -> dict[NodeId, int]:
 
 
 def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
-    """Starts the cluster's agent, and returns once the cluster takes jobs. NotUp."""
+    """Starts the cluster's agent, and returns once the cluster takes jobs. In the foreground this process becomes the
+    agent. NotUp."""
     folder, slots = ClusterFolder.of(output_dir), Slots(nodes_of(args.node), args.device, args.slots_per_gpu)
     if (pid := agent_pid(folder)) is not None:
         raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
@@ -85,10 +86,12 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     words = ("--output-dir", str(output_dir), "--slots", json.dumps(asdict(slots)))
     command = [sys.executable, "-m", "services.node", *words]
+    env = {**os.environ, **service_env(args.device)}
+    if args.foreground:
+        os.execve(command[0], command, env)
     log = folder.logs / "agent.out"
     log.unlink(missing_ok=True)
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-        env = {**os.environ, **service_env(args.device)}
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )

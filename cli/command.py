@@ -231,6 +231,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     up.add_argument(
         "--slots-per-gpu", type=_positive, default=1, metavar="N", help="how many slots share a GPU (default: 1)"
     )
+    up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)
     _add_config(submit)
