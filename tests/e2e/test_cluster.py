@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +18,7 @@ import yaml
 
 from cli.cluster import agent_pid, submissions
 from cli.command import execute
-from tests.e2e.jobs import small_job
+from tests.e2e.jobs import REPOSITORY, small_job
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.json_text import parse_json
 from tidegate.v1 import cluster_pb2
@@ -141,6 +143,19 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert not [each for each in family if each.is_running()]
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before
     assert "no cluster is up" in cluster.submit("more", is_refused=True)
+
+
+def test_a_cluster_in_the_foreground_ends_in_order_when_it_is_asked_to(cluster: Cluster) -> None:
+    command = [sys.executable, "-m", "cli", "up", "n0=3", "--foreground", "--output-dir", str(cluster.output_dir)]
+    with subprocess.Popen(command, cwd=REPOSITORY) as agent:
+        while not json.loads(cluster.run("get", "nodes", "-o", "json")):
+            assert agent.poll() is None
+            time.sleep(LOOK_AGAIN_S)
+        assert cluster.agent().pid == agent.pid
+        family = cluster.agent().children(recursive=True)
+        agent.terminate()
+        assert agent.wait() == 0
+    assert not [each for each in family if each.is_running()]
 
 
 def wide(num_gpus: int) -> tuple[str, ...]:
