@@ -92,7 +92,7 @@ class ClusterSection(_Section):
     device: DeviceKind = "cpu"
     slots_per_gpu: Positive = 1
     """The most slots that share one device. The first slots of a node share its device 0."""
-    addresses: dict[str, str] = Field(default_factory=dict)
+    addresses: dict[str, str] = {}  # noqa: RUF012 # pydantic copies it for each section
     """The IPv4 address of each node, on which its processes listen and others reach them. Empty: loopback."""
     component_placement: PlacementSection
     pace: PaceSection | None = None
