@@ -65,6 +65,7 @@ TOLD_TRIED = (
     ("roofline", "hints of other prompts"),
     ("roofline", "trainer x0.7"),
     ("published_fit", "trainer x1.3"),
+    ("roofline", "spreads x2, median x0.5, decoding x0.7"),
 )
 
 

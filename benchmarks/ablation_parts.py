@@ -155,6 +155,11 @@ def _law_as_told(picture: Generation, law: Any) -> Any:
     return law
 
 
+def _no_hints(_: Generation) -> tuple[float, int]:
+    """Of the spread of hints."""
+    return 0.0, 0
+
+
 def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
     return (Instead(owner, name, _value(value)),)
 
@@ -178,6 +183,9 @@ PARTS: Mapping[str, Part] = {
     "a family of late starts": Part((Instead(foresight, "family", _infers_with_it),), kinds=(Kind.FIXED,)),
     "no start before the first group": Part(_named(plans, "not_before", lambda found, earliest_s: found)),
     "a plan that is looked at while it waits": Part(rules={"fresh_share": 1e6}),
+    "a plan that waits is given up": Part(
+        _named(foresight, "ELSEWHERE_GAIN", 1.0), kinds=(Kind.ARRIVAL, Kind.FIXED, Kind.TOLD_WRONG)
+    ),
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
     "changes of all later minibatches": Part(
@@ -235,6 +243,10 @@ PARTS: Mapping[str, Part] = {
     "spreads and hints that responses support": Part(_LAW_AS_TOLD, kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)),
     "spreads that responses support": Part(
         _named(supported_law, "SPREADS", (1.0,)), kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)
+    ),
+    "the spread that hints show": Part(
+        _named(supported_law, "variance_of_hints", _no_hints) + _named(opening_order, "variance_of_hints", _no_hints),
+        kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
     ),
     "the trainer's measured rate": Part(
         _named(trainer_rates, "_of_copies_like", lambda *_: ()), kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)
