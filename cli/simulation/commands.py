@@ -25,7 +25,7 @@ from cli.simulation.run_report import (
     plain,
 )
 from simulator import calibration, phase_errors
-from simulator.asynchrony.course import Asynchrony
+from simulator.asynchrony.course import MOST_STALENESS, Asynchrony
 from simulator.happenings import What
 from simulator.job_iterations import SimulatedJob, check_faults
 from simulator.job_run import JobRun
@@ -71,9 +71,10 @@ def simulate_job(args: argparse.Namespace) -> int:
 
 def simulate_asynchronously(args: argparse.Namespace) -> int:
     """ScenarioError for wrong input, ValueError for a training that does not end."""
-    if args.staleness < 0:
+    if not 0 <= args.staleness <= MOST_STALENESS:
         raise ScenarioError(
-            f"--staleness {args.staleness} is below 0: give 0 for a strict training, 1 for one step off"
+            f"--staleness {args.staleness} is outside 0 to {MOST_STALENESS} iterations: give 0 for a strict training, "
+            "1 for one step off"
         )
     job_report.check_form(args.form)
     names = requested_policies(args) or list(async_report.NAMES)

@@ -36,10 +36,13 @@ class OnNewWeights(StrEnum):
     """It goes on with them after it has computed their KV cache again, as AReaL does."""
 
 
+MOST_STALENESS = 1000
+
+
 class Asynchrony(Section):
     """How far the rollout runs ahead of the trainer."""
 
-    staleness: Annotated[int, Field(ge=0, le=1000)] = 1
+    staleness: Annotated[int, Field(ge=0, le=MOST_STALENESS)] = 1
     """The bound, in iterations. 0: strict."""
     on_new_weights: OnNewWeights = OnNewWeights.ENDS_OLD
 

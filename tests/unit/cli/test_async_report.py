@@ -39,7 +39,8 @@ def test_the_value_has_the_figures_of_the_table(scenario: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        (["--staleness", "-1"], "--staleness -1 is below 0: give 0 for a strict training"),
+        (["--staleness", "-1"], "--staleness -1 is outside 0 to 1000 iterations: give 0 for a strict training"),
+        (["--staleness", "1001"], "--staleness 1001 is outside 0 to 1000 iterations: give 0 for a strict training"),
         (["--staleness", "1", "--compare", "rlinf,tide"], "rlinf has no asynchronous training"),
         (["--staleness", "1", "-o", "html"], "-o html shows one iteration"),
         (["--staleness", "1", "cluster.placement.actor=''"], "cluster.placement.actor has no GPUs"),
