@@ -31,7 +31,7 @@ from simulator.job_run import simulate_job
 from simulator.scenario import Scenario
 from tidegate.types import PromptOrder
 
-OTHERS = ("start_split", "hindsight_split")
+OTHERS = ("start_split", "hindsight_split", "async_split", "async_hindsight_split")
 MIDDLES = tuple(ITERATIONS * part // 8 for part in (1, 3, 5, 7))
 EVALUATIONS = 60
 
@@ -101,7 +101,8 @@ def main() -> int:
         for key in (f"tide_vs_{name}" for name in OTHERS) if own else ():
             found, name = spread([case[key] for case in own]), setting.prefix + key
             figures |= {name: found["median"], f"{name}_min": found["min"], f"{name}_max": found["max"]}
-            figures |= {f"was_{name}": saved["figures"][name]}
+            if name in saved["figures"]:
+                figures |= {f"was_{name}": saved["figures"][name]}
     report = Report(
         name="training_anew",
         figures=figures,

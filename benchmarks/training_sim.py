@@ -7,6 +7,7 @@ with the same lengths:
     tide_vs_hindsight_split    = seconds of the split that is best for the whole job           / seconds of tide
     tide_async_vs_async_split  = the first of these ratios, of asynchronous trainings
     tide_async_vs_async_hindsight_split  = the second
+    tide_vs_async_split, tide_vs_async_hindsight_split   = of the asynchronous splits / of tide, strict
     following_vs_start_split, async_following_vs_async_split  = the same for the best split of each iteration by itself
 
 The last two are of a few iterations, and changes cost nothing: so much lies in moving GPUs between iterations alone.
@@ -64,6 +65,8 @@ RATIOS = (
     "tide_async_vs_async_split",
     "tide_async_vs_async_hindsight_split",
     "async_following_vs_async_split",
+    "tide_vs_async_split",
+    "tide_vs_async_hindsight_split",
 )
 GOALS = {
     "tide_vs_start_split": ">= 1.30",
@@ -166,6 +169,12 @@ def case_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     }
 
 
+def strict_vs(strict: Mapping[str, Any], ahead: Mapping[str, Any]) -> dict[str, float]:
+    """The strict `tide` over the asynchronous splits."""
+    names = ("async_split", "async_hindsight_split")
+    return {f"tide_vs_{name}": ahead[f"{name}_s"] / strict["tide_s"] for name in names}
+
+
 def num_first(num_iterations: int) -> int:
     return max(1, min(FIRST, num_iterations // 4))
 
@@ -218,7 +227,7 @@ def main() -> int:
         ]
         found = [[each.result() for each in part] for part in parts]
     cases = [
-        {"case": f"{setting.name}, seed {seed}", "setting": setting.name, **strict, **ahead}
+        {"case": f"{setting.name}, seed {seed}", "setting": setting.name, **strict, **ahead, **strict_vs(strict, ahead)}
         for (setting, seed), strict, ahead in zip(wanted, *found, strict=True)
     ]
     figures: dict[str, float] = {}

@@ -17,6 +17,7 @@ from benchmarks.training_sim import (
     quarters,
     sampled,
     strict_case,
+    strict_vs,
 )
 from benchmarks.training_splits import StrictTraining, async_following, best_async, steady_seconds
 from simulator.asynchrony.course import Asynchrony
@@ -84,7 +85,9 @@ def test_no_neighbour_of_the_best_asynchronous_split_is_faster_or_as_fast_with_m
 
 def test_a_case_has_every_ratio() -> None:
     found = {part: case(small(), 3, 7) for part, case in (("strict", strict_case), ("async", async_case))}
-    figures = figures_of([found["strict"] | found["async"]], "a_")
+    both = strict_vs(found["strict"], found["async"])
+    assert both["tide_vs_async_split"] == found["async"]["async_split_s"] / found["strict"]["tide_s"]
+    figures = figures_of([found["strict"] | found["async"] | both], "a_")
     assert figures.keys() == {f"a_{key}{end}" for key in RATIOS for end in ("", "_min", "_max")}
     assert GOALS.keys() <= set(RATIOS)
     assert found["async"]["tide_async_splits"][0] == f"0: {found['async']['async_split']}"
