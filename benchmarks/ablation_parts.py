@@ -189,7 +189,7 @@ PARTS: Mapping[str, Part] = {
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
     "changes of all later minibatches": Part(
-        (_without_changes(lambda trainer, own: np.count_nonzero(trainer) > 1 and not own.any()),)
+        (_without_changes(lambda trainer, own: np.count_nonzero(trainer) > 1 and not np.any(own)),)
     ),
     "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) == 1),)),
     "the same from a minibatch on": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) > 1),)),

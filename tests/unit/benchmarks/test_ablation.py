@@ -29,6 +29,12 @@ def test_every_part_is_tried_in_some_setting(name: str) -> None:
     assert PARTS[name].instead or PARTS[name].rules
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_an_iteration_ends_without_each_part(name: str) -> None:
+    small = Setting(Kind.SHORT, lambda: load_scenario(ROOFLINE, SMALL))
+    assert small.seconds(PARTS[name], 1) > 0
+
+
 def test_an_iteration_without_an_order_by_hints_is_another_one() -> None:
     small = Setting(Kind.SHORT, lambda: load_scenario(ROOFLINE, SMALL))
     as_it_is = small.seconds(Part(), 1)
