@@ -156,7 +156,7 @@ def _law_as_told(picture: Generation, law: Any) -> Any:
 
 
 def _no_hints(_: Generation) -> tuple[float, int]:
-    """Of the spread of hints."""
+    """What `variance_of_hints` says where there are none."""
     return 0.0, 0
 
 

@@ -134,8 +134,8 @@ def priors(hints: Floats, laws: Sequence[LengthLaw]) -> tuple[Floats, Floats]:
 
 
 def variance_of_hints(picture: Generation) -> tuple[float, int]:
-    """Of their logarithms, around their own mean; and the number of hints. It is that of levels and of hints' errors
-    together."""
+    """The variance of hints' logarithms around their own mean, and the number of hints. Levels and the errors of hints
+    make it together."""
     hints = picture.hint_of
     logs = np.log(hints[hints > 0])
     return (float(logs.var()) if logs.size else 0.0), logs.size
