@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from services.scheduler.policy.tide.plans import (
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.observed import Ints
-from services.scheduler.state.remembered import Remembered, as_configured
+from services.scheduler.state.remembered import Assignment, Remembered, as_configured
 from simulator.iteration import SimulatedIteration
+from simulator.run import simulate
 from simulator.scenario import Scenario, load_scenario
 from tests import effort
 
@@ -54,9 +56,15 @@ def opened(scenario: Scenario, seed: int) -> tuple[Situation, SimulatedIteration
     return simulated.situations.situation(world, Remembered()), simulated
 
 
-def forecast(situation: Situation, simulated: SimulatedIteration, order: tuple[int, ...]) -> Forecast:
+def forecast(
+    situation: Situation,
+    simulated: SimulatedIteration,
+    order: tuple[int, ...],
+    assigned: Assignment | None = None,
+) -> Forecast:
+    """With known lengths. `assigned`: None: as `tide` opens."""
     lengths = np.array([float(sum(turns)) for row in simulated.workload.lengths.turns for turns in row])
-    assigned = TidePolicy().choose(situation).assignment
+    assigned = assigned or TidePolicy().choose(situation).assignment
     cluster = cluster_of(situation, assigned, gpus_there(situation))
     num_slots = cluster.num_engines * cluster.max_running
     left = outlook(situation, lengths, num_slots=num_slots, waiting=queue_in(situation, order))
@@ -76,6 +84,21 @@ def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_late_and_by_littl
     found_s, want_s = ends_s(of(streams=False), name)
     assert want_s <= found_s <= want_s * (1 + MOST_LATE[name])
     assert want_s > 1.1 * ends_s(PUBLISHED, name)[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_end_of_an_iteration_that_stays_at_home_is_forecast_within_two_percent(seed: int) -> None:
+    """A short one: no sequence waits for a slot."""
+    short = of(prompts_per_iteration=128)
+    simulated, stays = SimulatedIteration(short, seed), TidePolicy(TideRules(least_gain_s=1e6))
+    home = as_configured(simulated.spec)
+    situation = simulated.situations.situation(simulated.world(home), Remembered())
+    own = forecast(situation, simulated, stays.choose(situation).group_order, assigned=home)
+    own = replace(own, cluster=replace(own.cluster, is_open=True))
+    want_s = simulate(short, stays, seed=seed).iteration_s - SYNC_S
+    assert own.stays_s(3) == pytest.approx(want_s, rel=0.02)
+    without_trainer = replace(own, cluster=replace(own.cluster, num_trainer_gpus=0))
+    assert without_trainer.stays_s(3) == math.inf
 
 
 def ends_s(scenario: Scenario, name: str) -> tuple[float, float]:

@@ -35,6 +35,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,6 +118,16 @@ class Forecast:
                 at = merged(at, mid, self._through(cut, rest))
         ends: Floats = np.where(at.t >= NEVER_S, np.inf, at.t)[of_plan]
         return ends
+
+    def stays_s(self, num_minibatches: int) -> float:
+        """Seconds from now until the update of the last of `num_minibatches` minibatches to come, with every GPU where
+        it is."""
+        none = np.zeros((1, 0), dtype=np.int64)
+        at, _, nth = self._begun(Plans(np.zeros(1), none, none))
+        for column in range(num_minibatches):
+            at = self._through(at, self._as_it_is(1, nth + column, np.zeros(1)))
+        seconds = float(at.t[0])
+        return math.inf if seconds >= NEVER_S else seconds
 
     def _beginnings(self, plans: Plans) -> tuple[list[float], ...]:
         """By plan: all by which plans differ in `_begun`."""

@@ -9,6 +9,7 @@ Invariants:
 - A plan that moves the trainer now is taken only where it ends sooner by more than `least_gain_s`.
   [test_tide_policy: moves_only_where_that_gains]
 - A plan that waits for its start is not kept where one of the family is much better. [test_foresight: much_better]
+- Where every component is at home, leaving it has to pay for the way back. [test_tide_policy: where_the_way_home_costs]
 - An iteration opens with the trainer's GPUs lent to the rollout only where it ends sooner by as much.
   [test_tide_policy: where_lending_the_trainers_gpus]
 """
@@ -29,7 +30,7 @@ from services.scheduler.policy.tide.plans import Found, best_of, family, search,
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
 from tidegate.short_lists import counted
-from tidegate.types import GpuId
+from tidegate.types import GpuId, Role
 
 FAR_S = 1e6
 """The end that a remembered plan has where the forecast has none."""
@@ -120,10 +121,27 @@ class Foresight:
         )
         forecast = self._forecast(situation, cluster, order)
         later = Plans(np.zeros(1), lent.plan.trainer[:, 1:], lent.plan.inference[:, 1:])
-        coarse = family(cluster, later.trainer.shape[1], forecast.span_s)
+        num_left = later.trainer.shape[1]
+        coarse = family(cluster, num_left, forecast.span_s)
         found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
-        is_kept = not lent.end_s < found.end_s - self.rules.least_gain_s
-        return _of_two(lent, found, "every component at home", is_other=is_kept), is_kept
+        stay_s, way_s = forecast.stays_s(num_left), way_home_s(situation, cluster, int(lent.plan.inference[0, -1]))
+        what = "every component at home"
+        if stay_s - way_s < found.end_s:
+            what = f"every component stays at home, and saves the way back of {way_s:.1f} s"
+        is_kept = not lent.end_s < min(found.end_s, stay_s - way_s) - self.rules.least_gain_s
+        return _of_two(lent, replace(found, end_s=min(found.end_s, stay_s)), what, is_other=is_kept), is_kept
+
+    def saved_by_staying_s(
+        self, situation: Situation, home: Assignment, there: tuple[GpuId, ...], plan: TidePlan
+    ) -> float:
+        """By how many seconds the iteration ends sooner where every component stays at home until its end, than by the
+        plan and the way home after it."""
+        cluster, num_left = cluster_of(situation, home, there), num_to_come(situation)
+        way_s = situation.costs.acquire_s
+        if num_left:
+            way_s = way_home_s(situation, cluster, plan.stages[-1].num_inference_gpus)
+        ends_s = (plan.ends_at_ms - situation.now_ms) / 1000
+        return ends_s + way_s - self._forecast(situation, cluster, ()).stays_s(num_left)
 
     def _forecast(self, situation: Situation, cluster: Cluster, order: tuple[int, ...]) -> Forecast:
         waiting = queue_in(situation, order) if order else None
@@ -160,6 +178,14 @@ class Foresight:
 
 def alternative(what: str, found: Found, *, is_chosen: bool) -> Alternative:
     return Alternative(what, min(found.end_s, FAR_S), is_chosen)
+
+
+def way_home_s(situation: Situation, cluster: Cluster, num_inference_gpus: int) -> float:
+    """Seconds from the last update, where the trainer has all GPUs but these, until every component is at home: the
+    trainer leaves, and engines come."""
+    at_last = np.array([cluster.num_gpus - num_inference_gpus, len(situation.spec.placement[Role.ACTOR].gpus)])
+    before, after = cluster.units(at_last)
+    return float(cluster.switch_s[before, after]) + situation.costs.acquire_s
 
 
 def _told(found: Found) -> str:

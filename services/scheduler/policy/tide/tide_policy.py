@@ -11,7 +11,8 @@ An iteration:
    go, the plan is searched again, and the next minibatch's GPUs move.
 5. Where gradients are carried, a minibatch that has not got its last group is looked at again while GPUs are idle: free
    ones, and engines without a sequence. Its GPUs change where that gains as much as any move must.
-6. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer.
+6. The rollout's end leaves its GPUs to inference; inference's end leaves them to the trainer. An iteration that opened
+   at home keeps them there where that would not pay for the way home at its end.
 
 A death is answered at once, with the remaining GPUs. A GPU that comes back is used from the next move on.
 
@@ -23,8 +24,8 @@ Invariants:
   [test_tide_policy: begins_at_the_latest]
 - Every choice is legal on the GPUs that are there; a lack of GPUs raises no error.
   [test_tide_policy: without_gpus_for_a_copy]
-- While groups are left, no GPU is idle that a component with work could use.
-  [test_tide_policy: gpus_of_an_ended_rollout]
+- While groups are left, no GPU is idle that a component with work could use, unless every component stays at home.
+  [test_tide_policy: gpus_of_an_ended_rollout] [test_tide_policy: where_the_way_home_costs_more]
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class TidePolicy:
             return (self._taken_up if is_begun else self._opened)(situation, there)
         before, memory = recalled
         assigned = _repaired(situation, before, memory, there)
+        if assigned is not before and memory.is_begun and _is_home(situation, before, there):
+            # A component of an iteration that opened at home has ended.
+            memory, _ = self._planned(situation, assigned, memory, there, is_move=False)
+            if self._stays(situation, before, memory, there):
+                assigned = before
         if assigned is not before:
             memory = replace(memory, is_begun=memory.is_begun and assigned.trainer is not None)
         if not memory.is_begun:
@@ -250,14 +256,22 @@ class TidePolicy:
         """The choice that carries out the plan's first stage."""
         assert memory.plan is not None, "only what is planned is carried out"
         split = _split_planned(situation, memory, len(there))
-        assigned = seated(situation, split, before, there)
+        assigned, described = seated(situation, split, before, there), _described(situation, memory)
+        if assigned != before and self._stays(situation, before, memory, there):
+            assigned, described = before, "every component stays at home: another plan would not pay for its way back"
         memory = replace(
             memory,
             is_begun=assigned.trainer is not None,
             num_answered=_coming(situation) + 1 if assigned.trainer else 0,
         )
-        reason = f"{why}; {_described(situation, memory)}"
-        return _chosen(situation, assigned, memory, reason)
+        return _chosen(situation, assigned, memory, f"{why}; {described}")
+
+    def _stays(self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> bool:
+        """Whether every component is at home, and stays there: the plan and the way home after it gain too little."""
+        if memory.plan is None or not _is_home(situation, before, there):
+            return False
+        saved_s = Foresight(self.rules).saved_by_staying_s(situation, before, there, memory.plan)
+        return saved_s > -self.rules.least_gain_s
 
     def _home(self, situation: Situation, memory: TideMemory, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
@@ -274,6 +288,14 @@ def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | Non
     if not set(there).issuperset(home.gpus) or situation.trainer.placed != home.trainer:
         return None
     return seated(situation, _split_of(situation), home, there)
+
+
+def _is_home(situation: Situation, assigned: Assignment, there: tuple[GpuId, ...]) -> bool:
+    """Whether every component is at home. Engines may have further GPUs."""
+    home = _at_home(situation, there)
+    if home is None or (assigned.trainer, assigned.inference) != (home.trainer, home.inference):
+        return False
+    return set(assigned.engines).issuperset(as_configured(situation.spec).engines)
 
 
 def _split_of(situation: Situation) -> Split:

@@ -220,6 +220,42 @@ def test_gpus_of_an_ended_rollout_go_to_inference_and_then_to_the_trainer() -> N
     assert not last.inference
 
 
+@pytest.mark.parametrize(
+    ("num_done", "is_at_boundary", "rate", "stays"),
+    [
+        (1, True, 100_000.0, True),
+        (1, False, 100_000.0, True),
+        (3, True, 100_000.0, True),
+        (1, True, 5.0, False),
+        (1, False, 5.0, False),
+        (3, True, 5.0, False),
+        (3, False, 5.0, True),
+    ],
+)
+def test_where_the_way_home_costs_more_than_the_last_moves_gain_everything_stays_at_home(
+    num_done: int, is_at_boundary: bool, rate: float, stays: bool
+) -> None:
+    """The rollout has ended in an iteration that opened at home. Once the last minibatch is open the trainer moves no
+    more, and inference is fast."""
+    home = as_configured(SPEC)
+    assert home.trainer is not None
+    num_answered = num_done + (not is_at_boundary)
+    ended = seen(
+        SPEC,
+        home,
+        ready=tuple(range(8 * num_done + 4)),
+        num_done=num_done,
+        num_taken=8 * num_done + 4 * (not is_at_boundary),
+        is_at_boundary=is_at_boundary,
+        measured=(TrainerRate(home.trainer.layout, rate),),
+        remembered=Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=num_answered)),
+        now_ms=50_000,
+    )
+    choice = POLICY.choose(ended)
+    assert choice.trains
+    assert (choice.assignment == home) is stays
+
+
 def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
     home = as_configured(SPEC)
     memory = Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=1))
