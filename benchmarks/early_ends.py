@@ -1,21 +1,20 @@
-"""Methods that end a rollout early, beside `tide`: `python -m benchmarks.early_ends [--json] [--quick] [--save]`.
+"""Methods that change the rollout itself, beside `tide`: `python -m benchmarks.early_ends [--json] [--quick] [--save]`.
 
 Tail batching, partial rollouts and dropped ones change what an iteration trains (`simulator/rounds.py`). So all are
 compared by
 
     rate = trained tokens / seconds      over `ITERATIONS` iterations on the same lengths' law
 
-relative to collocated phases on the same prompts. The settings are the published iteration, also with a decode step by
-batch, and two near those of RollPacker and APRIL as far as we know them. `tide` and `planned_once` run one iteration
-for each of `ITERATIONS` seeds; their rate is relative to phases on these.
+relative to collocated phases on the same prompts. The settings are the cells of `iteration_grid`, the published
+iteration, also with a decode step by batch, and two near those of RollPacker and APRIL as far as we know them. Policies
+run one iteration for each of `ITERATIONS` seeds; their rate is relative to phases on these. `probed` is Seer's order in
+phases (`simulator/probing.py`). Methods and `probed` run without the cells' noise, as their phases do.
 
-    tide_vs_X = rate of tide / rate of X      the smallest over the settings
-
-for the methods whose tokens are all of the present weights.
+    tide_vs_X = rate of tide / rate of X      the median over the settings; `_min`, `_max`: the range
 
 A case also has the share of tokens that were thrown away, of trained tokens that older weights made, and the mean
 length of a trained response, relative to the law's. `seer_X` is the rollout alone, by the way in which responses are
-shared (`simulator/probing.py`), relative to groups that stay on one engine.
+shared, relative to groups that stay on one engine.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ from typing import Any
 
 from benchmarks.contenders import SCENARIO
 from benchmarks.direct import simulate
-from benchmarks.report import Report, arguments, publish
+from benchmarks.iteration_grid import CELLS
+from benchmarks.report import Report, arguments, publish, spread
+from simulator.generation import after_rollout_s
 from simulator.policies import policies_of
 from simulator.probing import WAYS
 from simulator.rounds import METHODS, tally_of
@@ -68,19 +69,26 @@ SETTINGS: Mapping[str, Sequence[str]] = {
         *STEP_BY_BATCH,
     ),
 }
-GOALS = {"tide_vs_tail_batching": ">= 1.05"}
+GOALS = {"tide_vs_tail_batching": ">= 1.05", "tide_vs_probed": ">= 1.05"}
+RIVALS = ("tail_batching", "partial", "dropped", "probed")
 
 
 def main() -> int:
     options = arguments("Methods that end a rollout early, beside tide, simulated.")
     num = QUICK_ITERATIONS if options.quick else ITERATIONS
+    cells = CELLS[:1] if options.quick else CELLS
+    settings = [(name, SEED) for name in SETTINGS] + [(cell.name, cell.seeds[0]) for cell in cells]
     with ProcessPoolExecutor() as pool:
-        futures = [pool.submit(case_of, name, num) for name in SETTINGS]
+        futures = [pool.submit(case_of, name, num, seed) for name, seed in settings]
     cases = [each.result() for each in futures]
-    over = {method: min(case["tide"] / case[method] for case in cases) for method in ("tail_batching", "dropped")}
+    figures: dict[str, float] = {}
+    for method in RIVALS:
+        over = spread([case["tide"] / case[method] for case in cases])
+        key = f"tide_vs_{method}"
+        figures |= {key: over["median"], f"{key}_min": over["min"], f"{key}_max": over["max"]}
     report = Report(
         name="early_ends",
-        figures={f"tide_vs_{method}": ratio for method, ratio in over.items()},
+        figures=figures,
         goals=GOALS,
         cases=cases,
         against="collocated phases on the same prompts",
@@ -88,10 +96,17 @@ def main() -> int:
     return publish(report, options)
 
 
-def case_of(name: str, num_iterations: int) -> dict[str, Any]:
+def scenario_of(name: str) -> Scenario:
+    """The scenario of a setting or cell."""
+    if name in SETTINGS:
+        return load_scenario(SCENARIO, SETTINGS[name])
+    return next(cell.scenario() for cell in CELLS if cell.name == name)
+
+
+def case_of(name: str, num_iterations: int, seed: int) -> dict[str, Any]:
     """The row of one setting."""
-    scenario = load_scenario(SCENARIO, SETTINGS[name])
-    tallies = {method: tally_of(method, scenario, num_iterations=num_iterations, seed=SEED) for method in METHODS}
+    scenario = scenario_of(name)
+    tallies = {method: tally_of(method, scenario, num_iterations=num_iterations, seed=seed) for method in METHODS}
     phases = tallies.pop("phases")
     row: dict[str, Any] = {"case": name, "phases_tokens_per_s": phases.rate_tokens_per_s}
     for method, tally in tallies.items():
@@ -102,16 +117,18 @@ def case_of(name: str, num_iterations: int) -> dict[str, Any]:
             f"{method}_old_share": tally.old_tokens / tally.trained_tokens,
             f"{method}_mean_length": mean / (phases.trained_tokens / phases.num_responses),
         }
-    lengths = scenario.read_lengths(SEED)
+    lengths = scenario.read_lengths(seed)
     rollouts_s = {way: rollout_s(scenario, lengths) for way, rollout_s in WAYS.items()}
     ways = {f"seer_{way}": rollouts_s["pinned"] / seconds for way, seconds in rollouts_s.items() if way != "pinned"}
-    return row | _policies(scenario, num_iterations) | ways
+    rest_s = after_rollout_s(scenario, lengths)
+    probed = (rollouts_s["divided"] + rest_s) / (rollouts_s["probed"] + rest_s)
+    return row | _policies(scenario, num_iterations, seed) | ways | {"probed": probed}
 
 
-def _policies(scenario: Scenario, num_iterations: int) -> dict[str, float]:
+def _policies(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, float]:
     """The rates of policies that train every prompt in its iteration."""
     seconds = {
-        name: sum(simulate(scenario, policy, seed=SEED + at, directly=True).iteration_s for at in range(num_iterations))
+        name: sum(simulate(scenario, policy, seed=seed + at, directly=True).iteration_s for at in range(num_iterations))
         for name, policy in policies_of(("phases", "fused_ordered", "planned_once", "tide"), scenario).items()
     }
     phases_s = seconds.pop("phases")
