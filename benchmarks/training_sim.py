@@ -40,7 +40,7 @@ from typing import Any
 
 from benchmarks.contenders import SCENARIO, cluster_of
 from benchmarks.report import Report, arguments, publish, spread
-from benchmarks.training_splits import WINDOW, StrictTraining, async_following, best_async
+from benchmarks.training_splits import WINDOW, StrictTraining, async_following
 from services.scheduler.policy.balance import Split as AsyncSplit
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from simulator.asynchrony.course import Asynchrony
@@ -138,10 +138,11 @@ def async_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, 
     job, rules = SimulatedJob(scenario, num_iterations, seed), Asynchrony(staleness=STALENESS)
     lengths = [job.iteration(number).workload.lengths for number in range(num_iterations)]
     own = job.iteration(num_iterations // 2).scenario
-    first = lengths[: max(2, num_first(num_iterations))]
-    start = best_async(own, rules, first, tuned_split(own, rules, first))
+    start = tuned_split(own, rules, lengths[: max(2, num_first(num_iterations))])
     some = sampled(num_iterations)
-    hindsight = best_async(own, rules, [lengths[number] for number in some], start)
+    # All that is sampled is steady.
+    tuning = [lengths[0], *(lengths[number] for number in some), lengths[-1]]
+    hindsight = tuned_split(own, rules, tuning, near=start)
     windows = [max(0, min(number, num_iterations - WINDOW)) for number in some]
     fixed_s, following_s = async_following(own, rules, lengths, start, windows)
     runs = {

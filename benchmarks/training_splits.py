@@ -5,7 +5,7 @@ one copy of the trainer more or less, or inference GPUs for one engine more or l
 less of the other, or another order of prompts.
 
 A strict split learns nothing, so its iterations are simulated one by one. An asynchronous one is simulated over
-`WINDOW` iterations, of which the first does not count: the rollout fills.
+`WINDOW` iterations, in its steady seconds (`simulator.asynchrony.search`).
 
 `following` splits are the best of each sampled iteration by itself. To change them costs nothing, so no policy that
 moves GPUs only between iterations gains more, up to the steps of the search.
@@ -24,8 +24,8 @@ from typing import TypeVar
 from services.scheduler.policy.balance import Split as AsyncSplit
 from services.scheduler.state.layouts import engine_size, with_dp
 from simulator.asynchrony.course import Asynchrony
-from simulator.asynchrony.run import simulate_async, sizes_of
-from simulator.asynchrony.search import neighbours as async_neighbours
+from simulator.asynchrony.run import simulate_async
+from simulator.asynchrony.search import steady_s, tuned_split
 from simulator.best_split import Split, static_seconds, with_split
 from simulator.job_iterations import SimulatedJob
 from simulator.lengths import Lengths
@@ -33,7 +33,7 @@ from simulator.scenario import Scenario
 from tidegate.types import Layout, PromptOrder
 
 WINDOW = 5
-"""The mean length grows by 3 % in it at most. With staleness 1 the second iteration is steady."""
+"""The mean length grows by 3 % in it at most. Three iterations count."""
 _S = TypeVar("_S")
 
 
@@ -94,16 +94,6 @@ class StrictTraining:
         return static_seconds(self._job_of(split).iteration(number), split.order)
 
 
-def best_async(scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths], near: AsyncSplit) -> AsyncSplit:
-    """The split with the fewest seconds after the first iteration; of equal ones that with the most engines.
-
-    `tuned_split` counts the first iteration, in which the rollout fills. On ten iterations it decided between splits
-    that were equally fast afterwards, and of which one was 19 % slower at the end of the training.
-    """
-    sizes, seconds = sizes_of(scenario), steady_seconds(scenario, rules, lengths)
-    return climbed(near, lambda split: async_neighbours(split, sizes), lambda split: (seconds(split), -split.engines))
-
-
 def async_following(
     scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths], start: AsyncSplit, windows: Iterable[int]
 ) -> tuple[float, float]:
@@ -111,15 +101,8 @@ def async_following(
     fixed_s, total_s, at = 0.0, 0.0, start
     for begin in windows:
         some = lengths[begin : begin + WINDOW]
-        at, seconds = best_async(scenario, rules, some, at), steady_seconds(scenario, rules, some)
-        fixed_s, total_s = fixed_s + seconds(start), total_s + seconds(at)
+        at = tuned_split(scenario, rules, some, near=at)
+        runs = (simulate_async(scenario, rules, some, split=split) for split in (start, at))
+        in_start_s, in_best_s = (steady_s(run, rules) for run in runs)
+        fixed_s, total_s = fixed_s + in_start_s, total_s + in_best_s
     return fixed_s, total_s
-
-
-def steady_seconds(scenario: Scenario, rules: Asynchrony, lengths: Sequence[Lengths]) -> Callable[[AsyncSplit], float]:
-    """By split: the seconds of all iterations but the first, to the ms, so that rounding decides nothing."""
-
-    def seconds(split: AsyncSplit) -> float:
-        return round(sum(simulate_async(scenario, rules, lengths, split=split).iteration_s[1:]), 3)
-
-    return cache(seconds)

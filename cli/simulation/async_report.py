@@ -18,14 +18,12 @@ from cli.simulation.run_report import assumption_rows
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony
 from simulator.asynchrony.run import AsyncRun, simulate_async, split_of
-from simulator.asynchrony.search import tuned_split
+from simulator.asynchrony.search import NUM_TUNED, tuned_split
 from simulator.job_iterations import SimulatedJob
 from simulator.lengths import Lengths
 from simulator.scenario import Scenario, ScenarioError
 
 NAMES = ("split", "best_split", "tide")
-TUNED_ON = 3
-"""The first iterations for whose lengths the best split is searched."""
 _SEED_OF_TUNING = 1_000_003
 """Added to the seed: no length that is simulated is seen by the search."""
 
@@ -46,7 +44,7 @@ def simulated(
     lengths = _lengths(scenario, num_iterations, seed)
     start = split_of(scenario)
     if set(names) != {"split"}:
-        start = tuned_split(scenario, rules, _lengths(scenario, min(TUNED_ON, num_iterations), seed + _SEED_OF_TUNING))
+        start = tuned_split(scenario, rules, _lengths(scenario, NUM_TUNED, seed + _SEED_OF_TUNING))
 
     def run(name: str) -> AsyncRun:
         split = split_of(scenario) if name == "split" else start

@@ -21,7 +21,7 @@ from simulator.planning.gains import AROUND, CaseGain, Gains
 from simulator.planning.needs import Need
 from simulator.planning.plan import JobPlan
 
-CASE_COLUMNS = ("case", "trainer", "decode", "spread", "split", "split_s", "tide_s", "gain")
+CASE_COLUMNS = ("case", "trainer", "decode", "spread", "moves", "split", "split_s", "tide_s", "gain")
 WAY_COLUMNS = ("way", "gpus", "tokens_per_s", "times_tide")
 NEED_COLUMNS = ("need", "of", "gb", "note")
 _GB = 1e9
@@ -92,7 +92,10 @@ def _gain_section(gains: Gains) -> str:
     low, high = gains.range
     rows = [_case_row(each) for each in gains.cases]
     found = f"{gains.median:.2f} times as fast in the median, {low:.2f} to {high:.2f}"
-    note = "trainer, decode: factors of the rates; spread: of the lengths', with the same mean before the cut"
+    note = (
+        "trainer, decode: factors of the rates; spread: of the lengths', with the same mean before the cut; moves: of "
+        "their time; noise: a tenth between engines, steps and portions"
+    )
     return f"{head}: {found}\n{table(rows, CASE_COLUMNS)}\n{note}"
 
 
@@ -138,6 +141,7 @@ def _case_row(each: CaseGain) -> dict[str, Any]:
         "trainer": case.trainer,
         "decode": case.decode,
         "spread": case.spread,
+        "moves": case.moves,
         "split": "/".join(map(str, sizes.values())),
         "split_s": round(each.split_s, 2),
         "tide_s": round(each.moving_s, 2),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +75,30 @@ def _answered(
     if args.calibrated is not None:
         basis = basis_of_calibration(load_scenario(Path(args.calibrated)))
         try:
-            return _Known(basis, files, gpu), plan_of(config, basis, staleness=args.staleness)
+            return _Known(basis, files, gpu), _planned(config, basis, args.staleness)
         except ScenarioError as error:
             faults = "; ".join(str(error).splitlines())
             raise ConfigError(f"{args.calibrated} does not fit job {config.job}: {faults}") from error
     try:
         basis = _basis(config, files, gpu)
-        return _Known(basis, files, gpu), plan_of(config, basis, staleness=args.staleness)
+        return _Known(basis, files, gpu), _planned(config, basis, args.staleness)
     except ScenarioError as error:
         raise ConfigError(with_origins(with_config_keys(str(error)), sourced.layer)) from error
+
+
+def _planned(config: JobConfig, basis: PredictionBasis, staleness: int) -> JobPlan:
+    """The plan, in as many processes as there are CPUs. A person at a terminal sees its steps, as 64 GPUs take minutes.
+
+    ConfigError, ScenarioError: as `plan_of`.
+    """
+    is_seen = sys.stderr.isatty()
+
+    def told(step: str) -> None:
+        if is_seen:
+            print(f"simulating {step} ...", file=sys.stderr, flush=True)
+
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return plan_of(config, basis, staleness=staleness, mapped=pool.map, told=told)
 
 
 def _basis(config: JobConfig, files: JobFiles, gpu: GpuName | None) -> PredictionBasis:

@@ -44,11 +44,13 @@ from tidegate.types import GpuId, Layout
 
 @dataclass(frozen=True, slots=True)
 class AsyncRun:
-    """`iteration_s`: from one version of the weights to the next. `staleness`: response tokens by their staleness.
-    `splits`: (time, split) of each change, the first at 0."""
+    """`iteration_s`: from one version of the weights to the next; `trained`, `generated`: response tokens in that time.
+    `staleness`: response tokens by their staleness. `splits`: (time, split) of each change, the first at 0."""
 
     seconds: float
     iteration_s: tuple[float, ...]
+    trained: tuple[int, ...]
+    generated: tuple[int, ...]
     num_tokens: int
     staleness: Mapping[int, int]
     splits: tuple[tuple[float, Split], ...]
@@ -106,6 +108,8 @@ def simulate_async(
     return AsyncRun(
         seconds=world.now_s,
         iteration_s=tuple(end - begin for begin, end in pairwise(ends)),
+        trained=tuple(each.num_tokens for each in lengths),
+        generated=tuple(end - begin for begin, end in pairwise([0, *world.generated_at])),
         num_tokens=sum(each.num_tokens for each in lengths),
         staleness=world.course.staleness(),
         splits=tuple(training.splits),
@@ -185,9 +189,7 @@ class _Training:
     def _done(self) -> _Done:
         world = self._world
         self.look()
-        world.rollout.advance()
-        lengths, _ = world.rollout.columns.snapshot({name: each.steps for name, each in world.rollout.engines.items()})
-        return _Done(world.now_s, int(lengths.sum()), self._sequence_s, world.version)
+        return _Done(world.now_s, world.num_generated(), self._sequence_s, world.version)
 
     def _flow(self, before: _Done, now: _Done) -> Flow:
         workload, seconds = self._world.course.workload, now.at_s - before.at_s

@@ -1,12 +1,10 @@
 """Whether a rollout that runs ahead of the trainer would gain more than moving GPUs within strict iterations.
 
-    tokens_per_s = response tokens of the timed iterations / their seconds
+    tokens_per_s = response tokens of the timed iterations / their (steady) seconds
 
 Each way on new weights has a fixed split of its own, tuned by `simulator.asynchrony.search` on lengths that are not
-timed. Strict ways take the same iterations one by one. Of an asynchronous training some iterations at both ends are
-left out, in which the rollout runs ahead of nothing yet, or of nothing any more:
-
-    iterations = staleness + NUM_TIMED + staleness
+timed. Strict ways take the same iterations one by one. An asynchronous training has an iteration more at both ends,
+and its steady seconds count.
 
 Invariants:
 - The lengths of the timed iterations are the same for every way. [test_gains: every_way_has_the_same_tokens]
@@ -17,20 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony, OnNewWeights
 from simulator.asynchrony.run import simulate_async, sizes_of
-from simulator.asynchrony.search import tuned_split
+from simulator.asynchrony.search import NUM_STEADY, NUM_TUNED, steady_s, tuned_split
 from simulator.best_split import BestSplit, split_seconds, tuning_seeds
-from simulator.planning.gains import MOVING, moving_seconds
+from simulator.planning.gains import MOVING, Mapped, moving_seconds
 from simulator.scenario import Scenario
 from simulator.world import Unfinished
 
-NUM_TIMED = 2
+NUM_TIMED = NUM_STEADY
 """The timed iterations. Single ones differ by 5 %."""
 MOST_STALENESS = 8
-"""Our limit of the work: each step takes two more simulated iterations in every run."""
+"""Iterations may come in turns of as many lengths as the bound, and few are timed."""
 WAYS = (OnNewWeights.ENDS_OLD, OnNewWeights.COMPUTES_CACHE)
 
 
@@ -67,24 +66,28 @@ def staleness_fault(staleness: int) -> str:
     )
 
 
-def compared_ahead(found: BestSplit, scenario: Scenario, staleness: int) -> Ahead:
-    """`found`: the best split of the scenario."""
+def compared_ahead(found: BestSplit, scenario: Scenario, staleness: int, mapped: Mapped = map) -> Ahead:
+    """`found`: the best split of the scenario. `mapped`: as `map`, perhaps in other processes."""
     if staleness == 0:
         return Ahead(0, refused="--staleness 0 asks for none")
     if scenario.actor_num_logical_shards is not None:
         return Ahead(staleness, refused="actor.num_logical_shards is set, and a reproducible job has strict iterations")
     try:
-        return Ahead(staleness, [*_strict(found, scenario), *(_way(found, each, staleness) for each in WAYS)])
+        found_ways = mapped(_ways, repeat(found), repeat(scenario), repeat(staleness), (None, *WAYS))
+        return Ahead(staleness, [*chain.from_iterable(found_ways)])
     except (ValueError, Unfinished) as error:
         return Ahead(staleness, refused=str(error))
 
 
-def _timed_seeds(scenario: Scenario) -> list[int]:
-    return [(scenario.seed + at) % 2**32 for at in range(NUM_TIMED)]
+def _ways(found: BestSplit, scenario: Scenario, staleness: int, on_new_weights: OnNewWeights | None) -> list[Way]:
+    """None: the strict ways."""
+    seeds = [(scenario.seed + at) % 2**32 for at in range(NUM_TIMED)]
+    if on_new_weights is None:
+        return _strict(found, scenario, seeds)
+    return [_way(found, Asynchrony(staleness=staleness, on_new_weights=on_new_weights), seeds)]
 
 
-def _strict(found: BestSplit, scenario: Scenario) -> list[Way]:
-    seeds = _timed_seeds(scenario)
+def _strict(found: BestSplit, scenario: Scenario, seeds: Sequence[int]) -> list[Way]:
     num_tokens = sum(scenario.read_lengths(seed).num_tokens for seed in seeds)
     own = found.scenario
     static_s = sum(split_seconds(own, found.order, seed) for seed in seeds)
@@ -94,16 +97,15 @@ def _strict(found: BestSplit, scenario: Scenario) -> list[Way]:
     return [Way("the best split", gpus, num_tokens / static_s), Way(MOVING, gpus, num_tokens / moving_s)]
 
 
-def _way(found: BestSplit, on_new_weights: OnNewWeights, staleness: int) -> Way:
+def _way(found: BestSplit, rules: Asynchrony, seeds: Sequence[int]) -> Way:
     """The search begins at the best strict split's layout."""
-    scenario, rules = found.scenario, Asynchrony(staleness=staleness, on_new_weights=on_new_weights)
-    tuning = [scenario.read_lengths(seed) for seed in tuning_seeds(scenario.seed, staleness + NUM_TIMED)]
+    scenario = found.scenario
+    tuning = [scenario.read_lengths(seed) for seed in tuning_seeds(scenario.seed, NUM_TUNED)]
     split = tuned_split(scenario, rules, tuning)
-    timed = [scenario.read_lengths(seed) for seed in _timed_seeds(scenario)]
-    ends = tuning[:staleness]
-    run = simulate_async(scenario, rules, [*ends, *timed, *ends], split=split)
-    seconds = sum(run.iteration_s[staleness : staleness + NUM_TIMED])
-    return Way(on_new_weights.value, _gpus(split, scenario), sum(each.num_tokens for each in timed) / seconds)
+    timed = [scenario.read_lengths(seed) for seed in seeds]
+    run = simulate_async(scenario, rules, [tuning[0], *timed, tuning[-1]], split=split)
+    num_tokens = sum(each.num_tokens for each in timed)
+    return Way(rules.on_new_weights.value, _gpus(split, scenario), num_tokens / steady_s(run, rules))
 
 
 def _gpus(split: Split, scenario: Scenario) -> tuple[int, int, int]:

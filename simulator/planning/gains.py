@@ -10,9 +10,11 @@ Invariant: the same scenario gives the same gains. [test_gains: the_same_scenari
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
+from typing import Any
 
 from simulator.best_split import BestSplit, Effort, Split, best_split, split_seconds
 from simulator.planning.cases import CASES, Case, in_case
@@ -22,6 +24,8 @@ from simulator.scenario import Scenario
 from simulator.world import Unfinished
 
 MOVING = "tide"
+Mapped = Callable[..., Iterable[Any]]
+"""`map`, or the same of a pool of processes."""
 AROUND = Effort(num_seeds=1, last_step_share=1 / 8)
 """Steps of an eighth of the GPUs on one seed: our choice, for speed."""
 
@@ -58,10 +62,10 @@ class Gains:
         return min(found), max(found)
 
 
-def gains_over(found: BestSplit, scenario: Scenario) -> Gains:
-    """`found`: the best split of the scenario as assumed."""
+def gains_over(found: BestSplit, scenario: Scenario, mapped: Mapped = map) -> Gains:
+    """`found`: the best split of the scenario as assumed. `mapped`: as `map`, perhaps in other processes."""
     try:
-        return Gains([_gain(found, scenario, case) for case in CASES])
+        return Gains([*mapped(_gain, repeat(found), repeat(scenario), CASES)])
     except (ValueError, Unfinished) as error:
         return Gains(refused=str(error))
 

@@ -11,12 +11,13 @@ Invariant: the same config and basis give the same plan. [test_plan: the_same_co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from simulator.best_split import BestSplit
 from simulator.job_scenario import PredictionBasis, scenario_of
 from simulator.planning.ahead import Ahead, compared_ahead
-from simulator.planning.gains import Gains, gains_over
+from simulator.planning.gains import Gains, Mapped, gains_over
 from simulator.planning.predictions import Prediction, predictions
 from simulator.planning.starts import AS_CONFIGURED, Start, best_start, placed_only
 from tidegate.config.job_config import ConfigError, JobConfig
@@ -31,12 +32,27 @@ class JobPlan:
     ahead: Ahead
 
 
-def plan_of(config: JobConfig, known: PredictionBasis, *, staleness: int) -> JobPlan:
-    """ScenarioError: the simulator refuses the job. ConfigError: the iteration does not end under `static`."""
+def plan_of(
+    config: JobConfig,
+    known: PredictionBasis,
+    *,
+    staleness: int,
+    mapped: Mapped = map,
+    told: Callable[[str], None] = lambda step: None,
+) -> JobPlan:
+    """`mapped`: as `map`, perhaps in other processes. `told`: is called with the name of each step that begins.
+
+    ScenarioError: the simulator refuses the job. ConfigError: the iteration does not end under `static`.
+    """
     scenario = placed_only(scenario_of(config, known))
+    told("the best fixed split")
     split, best = best_start(config, scenario)
     configured = Start(AS_CONFIGURED, config)
-    found = predictions((configured,) if best.config == config else (configured, best), known)
+    told("each policy from both placements")
+    found = predictions((configured,) if best.config == config else (configured, best), known, mapped)
     if found[0].run is None:
         raise ConfigError(f"the iteration cannot be predicted: {found[0].refused}")
-    return JobPlan(found, split, best, gains_over(split, scenario), compared_ahead(split, scenario, staleness))
+    told("tide in each case of physics")
+    gains = gains_over(split, scenario, mapped)
+    told("rollouts that run ahead")
+    return JobPlan(found, split, best, gains, compared_ahead(split, scenario, staleness, mapped))

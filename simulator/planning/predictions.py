@@ -12,6 +12,7 @@ from services.scheduler.policy import Policy
 from services.scheduler.policy.registry import policy_of
 from simulator.iteration import SimulatedIteration
 from simulator.job_scenario import PredictionBasis, scenario_of
+from simulator.planning.gains import Mapped
 from simulator.planning.starts import Start
 from simulator.run import Run, simulate
 from simulator.scenario import Scenario
@@ -35,14 +36,14 @@ class Prediction:
         return self.run.iteration_s if self.run else float("inf")
 
 
-def predictions(starts: Sequence[Start], known: PredictionBasis) -> tuple[Prediction, ...]:
-    """The forecasts by start, then by policy. ScenarioError: the simulator refuses the job from a start."""
+def predictions(starts: Sequence[Start], known: PredictionBasis, mapped: Mapped = map) -> tuple[Prediction, ...]:
+    """The forecasts by start, then by policy. `mapped`: as `map`, perhaps in other processes.
+
+    ScenarioError: the simulator refuses the job from a start.
+    """
     scenarios = [scenario_of(start.config, known) for start in starts]
-    return tuple(
-        _predicted(start, name, scenario)
-        for start, scenario in zip(starts, scenarios, strict=True)
-        for name in POLICIES
-    )
+    wanted = [(start, name, scenario) for start, scenario in zip(starts, scenarios, strict=True) for name in POLICIES]
+    return tuple(mapped(_predicted, *zip(*wanted, strict=True)))
 
 
 def _predicted(start: Start, name: str, scenario: Scenario) -> Prediction:

@@ -27,7 +27,7 @@ from tidegate.types import Role
 AS_CONFIGURED = "as configured"
 BEST_SPLIT = "the best split"
 EFFORT = Effort(num_seeds=2, last_step_share=1 / 32)
-"""Fewer runs than a full search, so that a plan of 64 GPUs shall end within two minutes. Nobody measured the loss."""
+"""Fewer runs than a full search, so that a plan of 64 GPUs ends within some minutes. Nobody measured the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ NEEDS = [Need("snapshots", "host of a node", 2.5e9, "2 versions")]
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> JobPlan:
-    config = job(tmp_path_factory.mktemp("plan"))
-    return plan_of(config, basis(config), staleness=1)
+    config, steps = job(tmp_path_factory.mktemp("plan")), list[str]()
+    answers = plan_of(config, basis(config), staleness=1, told=steps.append)
+    assert len(steps) == 4
+    return answers
 
 
 def test_the_table_and_the_json_value_have_the_same_figures(answers: JobPlan, tmp_path: Path) -> None:

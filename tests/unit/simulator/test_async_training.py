@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony
-from simulator.asynchrony.run import AsyncRun, simulate_async, sizes_of
-from simulator.asynchrony.search import neighbours, tuned_split
+from simulator.asynchrony.run import AsyncRun, simulate_async, sizes_of, split_of
+from simulator.asynchrony.search import NUM_TUNED, neighbours, steady_s, tuned_split
 from simulator.gpus import Doing
 from simulator.lengths import Lengths, draw_lengths
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
@@ -85,14 +86,38 @@ def test_the_balance_counts_the_prompts_that_trainer_and_inference_compute() -> 
     assert moved.seconds < 1.05 * fixed.seconds
 
 
-def test_no_neighbour_of_the_tuned_split_is_faster() -> None:
-    own, rules = scenario(), Asynchrony(staleness=1)
-    drawn = lengths(own, *[1.0] * 4)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_neighbour_of_the_tuned_split_is_faster_or_as_fast_with_more_engines(staleness: int) -> None:
+    own, rules = scenario(), Asynchrony(staleness=staleness)
+    drawn = lengths(own, *[1.0] * NUM_TUNED)
+
+    def value(split: Split) -> tuple[float, int]:
+        return steady_s(simulate_async(own, rules, drawn, split=split), rules), -split.engines
+
     found = tuned_split(own, rules, drawn)
-    seconds = simulate_async(own, rules, drawn, split=found).seconds
-    others = [simulate_async(own, rules, drawn, split=each) for each in neighbours(found, sizes_of(own))]
-    assert all(seconds <= other.seconds for other in others)
-    assert seconds < simulate_async(own, rules, drawn).seconds
+    others = list(neighbours(found, sizes_of(own)))
+    assert others
+    assert all(value(found) <= value(each) for each in others)
+    assert value(found) < value(split_of(own))
+    assert tuned_split(own, rules, drawn, near=found) == found
+
+
+@pytest.mark.parametrize("copies", [2, 6, 10])
+def test_steady_seconds_are_those_of_a_longer_training(copies: int) -> None:
+    split, rules = Split(engines=14 - copies, copies=copies, inference=2), Asynchrony(staleness=1)
+    few, many = run(*[1.0] * NUM_TUNED, split=split), run(*[1.0] * 40, split=split)
+    found, wanted = steady_s(few, rules) / sum(few.trained[1:-1]), many.seconds / sum(many.trained)
+    assert found == pytest.approx(wanted, rel=0.05)
+    assert sum(few.generated) == sum(few.trained)
+
+
+def test_a_trainer_that_uses_up_what_was_made_at_the_start_is_no_faster_than_the_rollout() -> None:
+    seconds, generated = (800.0, 300.0, 300.0, 300.0, 300.0, 500.0), (20, 8, 7, 8, 7, 10)
+    uses_up = replace(run(1.0), iteration_s=seconds, trained=(10,) * 6, generated=generated)
+    assert steady_s(uses_up, Asynchrony(staleness=1)) == 1200 * 40 / 30
+    assert steady_s(uses_up, Asynchrony(staleness=0)) == 2500
+    keeps_up = replace(uses_up, generated=(10,) * 6)
+    assert steady_s(keeps_up, Asynchrony(staleness=1)) == 1200
 
 
 def test_more_gpus_than_there_are_are_refused() -> None:

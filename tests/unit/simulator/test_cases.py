@@ -22,6 +22,7 @@ def scenario(request: pytest.FixtureRequest) -> Scenario:
 
 
 def test_each_pair_of_factors_has_all_four_combinations_in_the_corners() -> None:
+    assert len(CORNERS) == 4
     for first, second in combinations(("trainer", "decode", "spread"), 2):
         assert len({(getattr(case, first), getattr(case, second)) for case in CORNERS}) == 4
     assert len({case.name for case in CASES}) == len(CASES)
@@ -58,3 +59,22 @@ def test_another_spread_has_the_same_mean_before_the_cut(scenario: Scenario) -> 
     wide = in_case(scenario, Case("wide", spread=2.0))
     assert wide.lengths.sigma_prompt == 2 * scenario.lengths.sigma_prompt
     assert mean(wide) == pytest.approx(mean(scenario))
+
+
+def test_a_case_changes_each_duration_of_a_move_by_its_factor(scenario: Scenario) -> None:
+    dear = in_case(scenario, Case("dear", moves=3.0))
+    before, after = scenario.laws().switch, dear.laws().switch
+    for name in ("release_s", "acquire_s", "resubmit_s", "trainer_warm_s", "inference_warm_s"):
+        assert getattr(after, name) == pytest.approx(3 * getattr(before, name)), name
+    for moved_bytes in (None, 10**10):
+        times = [each.resharding_s(moved_bytes, is_new=True) for each in (before, after)]
+        assert times[1] == pytest.approx(3 * times[0])
+    assert (after.trainer_cold_s, after.detect_s) == (before.trainer_cold_s, before.detect_s)
+
+
+def test_hints_that_tell_nothing_and_noise_are_in_the_case_alone(scenario: Scenario) -> None:
+    without, noisy = in_case(scenario, Case("none", has_hints=False)), in_case(scenario, Case("noise", noise=0.1))
+    assert without.lengths.hint_sigma > 2 * without.lengths.sigma_prompt
+    assert without.noise == scenario.noise
+    assert noisy.noise.engine_sigma == noisy.noise.step_sigma == noisy.noise.portion_sigma == 0.1
+    assert noisy.lengths == scenario.lengths

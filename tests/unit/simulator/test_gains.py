@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_every_way_is_beside_strict_tide(ahead: Ahead) -> None:
 def test_every_way_has_the_same_tokens(ahead: Ahead) -> None:
     """A rollout that runs ahead with the strict split is no slower than strict iterations of the same lengths."""
     assert ahead.ways[2].tokens_per_s > ahead.ways[0].tokens_per_s
+
+
+def test_other_processes_find_the_same(found: BestSplit, own: Scenario, gains: Gains, ahead: Ahead) -> None:
+    with ProcessPoolExecutor(2) as pool:
+        assert gains_over(found, own, pool.map) == gains
+        assert compared_ahead(found, own, 1, pool.map) == ahead
 
 
 def test_a_staleness_of_zero_and_a_reproducible_job_are_not_compared(found: BestSplit, own: Scenario) -> None:
