@@ -52,6 +52,8 @@ AS_IT_IS = ""
 CELLS_TRIED = (
     "long tails",
     "dear log-probabilities",
+    "dear moves",
+    "H800, noisy hints, noise, small cache, dear log-probabilities",
     "hard to plan: slow trainer, dear moves, no hints, wide groups, noise",
     "fixed order: dear moves, no hints, noise",
 )

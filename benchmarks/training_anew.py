@@ -21,30 +21,16 @@ from benchmarks.clairvoyant.search import clairvoyant_schedule
 from benchmarks.direct import simulate
 from benchmarks.report import RESULTS, Report, arguments, publish, spread
 from benchmarks.tide_anew import SavedIsOld
-from benchmarks.training_sim import GOALS, ITERATIONS, SETTINGS, Setting, quarters
+from benchmarks.training_sim import GOALS, ITERATIONS, SETTINGS, Setting, quarters, split_of
 from benchmarks.training_splits import StrictTraining
 from services.scheduler.policy.tide.tide_policy import TidePolicy
-from services.scheduler.state.layouts import with_dp
-from simulator.best_split import Split, static_seconds
+from simulator.best_split import static_seconds
 from simulator.iteration import SimulatedIteration
 from simulator.job_run import simulate_job
-from simulator.scenario import Scenario
-from tidegate.types import PromptOrder
 
 OTHERS = ("start_split", "hindsight_split", "async_split", "async_hindsight_split")
 MIDDLES = tuple(ITERATIONS * part // 8 for part in (1, 3, 5, 7))
 EVALUATIONS = 60
-
-
-def split_of(text: str, scenario: Scenario) -> Split:
-    """As `training_sim` writes it: the GPUs of actor, rollout and inference, and the order."""
-    sizes, order = text.split()
-    actor, _, inference = map(int, sizes.split("/"))
-    home = scenario.placement().layout
-    assert home is not None, "a training has a trainer"
-    layout = with_dp(home, actor * home.dp // home.num_ranks)
-    assert layout is not None, f"{text} is a split that was found"
-    return Split(layout, inference, PromptOrder(order))
 
 
 def case_of(setting: Setting, saved: Mapping[str, Any]) -> dict[str, Any]:

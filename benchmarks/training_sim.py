@@ -16,11 +16,15 @@ Strict: an iteration begins when the one before it has ended. `tide` starts from
 rollout is one iteration ahead at most, and engines end their sequences under old weights. Here `tide` is its balance
 between iterations, which starts from the first split too. It has the physics of the middle iteration throughout.
 
-There are two settings:
+There are three settings:
 - `roofline`, which has the goals: Qwen2.5-7B on 32 H100, times computed from model and GPU. It is half of
   `examples/scenarios/grpo_7b_64gpu.yaml`: half of its prompts on half of its GPUs, with its TP 4 and its spreads.
 - `published_fit`, whose figures begin with this name: a quarter of the published job on 16 GPUs, on which the trainer
   has a quarter of its rate on 64 GPUs.
+- `rough`, strict only, whose figures begin with this name: the first with filtered groups (a tenth, growing to four
+  tenths), no hints in the first 50 iterations and durations that vary by a tenth. In `rough_losses_...` three nodes are
+  lost too, and come back after five minutes.
+
 The first was chosen before `tide` ran on it: one copy of the trainer has room on 4 GPUs, so that splits have steps of
 an eighth, and a training takes some minutes. No rule of `tide` was tuned on either, nor on these seeds.
 
@@ -39,10 +43,14 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.contenders import SCENARIO, cluster_of
+from benchmarks.iteration_grid import NOISE
 from benchmarks.report import Report, arguments, publish, spread
 from benchmarks.training_splits import WINDOW, StrictTraining, async_following
+from services.scheduler.policy import Policy
 from services.scheduler.policy.balance import Split as AsyncSplit
+from services.scheduler.policy.static import StaticPolicy
 from services.scheduler.policy.tide.tide_policy import TidePolicy
+from services.scheduler.state.layouts import with_dp
 from simulator.asynchrony.course import Asynchrony
 from simulator.asynchrony.run import AsyncRun, simulate_async
 from simulator.asynchrony.search import tuned_split
@@ -51,6 +59,7 @@ from simulator.cost_model import Costs
 from simulator.job_iterations import SimulatedJob
 from simulator.job_run import simulate_job
 from simulator.scenario import Scenario, load_scenario
+from tidegate.types import PromptOrder
 
 ITERATIONS, QUICK_ITERATIONS = 200, 20
 FIRST = 10
@@ -67,6 +76,7 @@ RATIOS = (
     "async_following_vs_async_split",
     "tide_vs_async_split",
     "tide_vs_async_hindsight_split",
+    "losses_tide_vs_start_split",
 )
 GOALS = {
     "tide_vs_start_split": ">= 1.30",
@@ -84,10 +94,17 @@ class Setting:
     file: str
     overrides: tuple[str, ...]
     seeds: tuple[int, ...]
+    is_rough: bool = False
 
-    def scenario(self, num_iterations: int) -> Scenario:
-        drift = f"drift.mean_tokens={{0: 1500, {num_iterations}: 10000}}"
-        return load_scenario(SCENARIO.with_name(self.file), [*self.overrides, drift])
+    def scenario(self, num_iterations: int, *, has_losses: bool = False) -> Scenario:
+        words = [*self.overrides, f"drift.mean_tokens={{0: 1500, {num_iterations}: 10000}}"]
+        if self.is_rough:
+            words += [f"drift.trained_share={{0: 0.9, {num_iterations}: 0.6}}"]
+        if has_losses:
+            lost = zip(LOST_NODES, (num_iterations * part // 8 for part in (1, 4, 7)), strict=True)
+            rows = (f"{{kind: node, node: {node}, iteration: {at}, at_s: 30, back_after_s: 300}}" for node, at in lost)
+            words += [f"faults=[{', '.join(rows)}]"]
+        return load_scenario(SCENARIO.with_name(self.file), words)
 
 
 ROOFLINE = Setting(
@@ -110,7 +127,17 @@ PUBLISHED_FIT = Setting(
     ),
     seeds=(500,),
 )
-SETTINGS = (ROOFLINE, PUBLISHED_FIT)
+ROUGH = Setting(
+    name="rough",
+    prefix="rough_",
+    file=ROOFLINE.file,
+    overrides=(*ROOFLINE.overrides, *NOISE, f"drift.epoch_prompts={50 * 256}"),
+    seeds=(500,),
+    is_rough=True,
+)
+LOST_NODES = ("n3", "n2", "n1")
+"""One that has GPUs of the trainer takes its state along: the iteration begins again. `n0` has the services' leads."""
+SETTINGS = (ROOFLINE, PUBLISHED_FIT, ROUGH)
 
 
 def strict_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, Any]:
@@ -131,6 +158,22 @@ def strict_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str,
         **case_of(seconds),
         "following_vs_start_split": training.sum_s(start, some) / training.following_s(start, some),
         "tide_moves_quarters": quarters([row.num_moves for row in rows]),
+    }
+
+
+def lossy_case(setting: Setting, num_iterations: int, start: str, seed: int) -> dict[str, Any]:
+    """The same training with lost nodes, under `tide` and in the split `start`."""
+    scenario = setting.scenario(num_iterations, has_losses=True)
+    split = split_of(start, scenario)
+    job = StrictTraining(scenario, num_iterations, seed).job(split)
+    policies: dict[str, Policy] = {"tide": TidePolicy(), "start_split": StaticPolicy(split.order)}
+    rows = {name: simulate_job(job, policy, name=name).rows for name, policy in policies.items()}
+    assert not any(row.num_lost for each in rows.values() for row in each), f"samples were lost at seed {seed}"
+    seconds = {name: sum(row.seconds for row in each) for name, each in rows.items()}
+    return {
+        **{f"losses_{name}_s": total for name, total in seconds.items()},
+        "losses_tide_vs_start_split": seconds["start_split"] / seconds["tide"],
+        "losses_num_restarts": {name: sum(row.num_restarts for row in each) for name, each in rows.items()},
     }
 
 
@@ -190,6 +233,17 @@ def quarters(values: Sequence[float]) -> list[float]:
     return [round(sum(values[begin:end]), 1) for begin, end in pairwise(ends)]
 
 
+def split_of(text: str, scenario: Scenario) -> Split:
+    """The inverse of `split_text`."""
+    sizes, order = text.split()
+    actor, _, inference = map(int, sizes.split("/"))
+    home = scenario.placement().layout
+    assert home is not None, "a training has a trainer"
+    layout = with_dp(home, actor * home.dp // home.num_ranks)
+    assert layout is not None, f"{text} is a split that was found"
+    return Split(layout, inference, PromptOrder(order))
+
+
 def split_text(scenario: Scenario, split: Split) -> str:
     num_rollout = len(scenario.cluster.gpus()) - split.actor.num_ranks - split.num_inference
     return f"{split.actor.num_ranks}/{num_rollout}/{split.num_inference} {split.order}"
@@ -209,11 +263,22 @@ def split_changes(run: AsyncRun) -> list[str]:
 
 def figures_of(cases: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for key in RATIOS:
+    for key in (key for key in RATIOS if key in cases[0]):
         found = spread([case[key] for case in cases])
         name = prefix + key
         figures |= {name: found["median"], f"{name}_min": found["min"], f"{name}_max": found["max"]}
     return figures
+
+
+def case_under(setting: Setting, num_iterations: int, seed: int) -> dict[str, Any]:
+    """All trainings of a setting under one seed. Only strict ones may lose nodes or filter groups."""
+    scenario = setting.scenario(num_iterations)
+    strict = {"case": f"{setting.name}, seed {seed}", "setting": setting.name}
+    strict |= strict_case(scenario, num_iterations, seed)
+    if setting.is_rough:
+        return strict | lossy_case(setting, num_iterations, strict["start_split"], seed)
+    ahead = async_case(scenario, num_iterations, seed)
+    return strict | ahead | strict_vs(strict, ahead)
 
 
 def main() -> int:
@@ -221,16 +286,8 @@ def main() -> int:
     num_iterations = QUICK_ITERATIONS if options.quick else ITERATIONS
     wanted = [(setting, seed) for setting in SETTINGS for seed in setting.seeds[: 1 if options.quick else None]]
     with ProcessPoolExecutor() as pool:
-        # The longest first: no process is left with one of them at the end.
-        parts = [
-            [pool.submit(part, setting.scenario(num_iterations), num_iterations, seed) for setting, seed in wanted]
-            for part in (strict_case, async_case)
-        ]
-        found = [[each.result() for each in part] for part in parts]
-    cases = [
-        {"case": f"{setting.name}, seed {seed}", "setting": setting.name, **strict, **ahead, **strict_vs(strict, ahead)}
-        for (setting, seed), strict, ahead in zip(wanted, *found, strict=True)
-    ]
+        futures = [pool.submit(case_under, setting, num_iterations, seed) for setting, seed in wanted]
+    cases = [each.result() for each in futures]
     figures: dict[str, float] = {}
     for setting in SETTINGS:
         figures |= figures_of([case for case in cases if case["setting"] == setting.name], setting.prefix)

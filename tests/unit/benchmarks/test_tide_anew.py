@@ -8,9 +8,8 @@ from benchmarks.contenders import ROOFLINE
 from benchmarks.direct import simulate
 from benchmarks.iteration_grid import Cell
 from benchmarks.tide_anew import CHECK, SavedIsOld, cell_case, seconds_of
-from benchmarks.training_anew import split_of
 from benchmarks.training_sim import ROOFLINE as TRAINING
-from benchmarks.training_sim import split_text
+from benchmarks.training_sim import split_of, split_text
 from simulator.policies import policies_of
 from simulator.scenario import load_scenario
 from tests.unit.benchmarks.small_iteration import SMALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,19 +10,22 @@ import pytest
 from benchmarks.training_sim import (
     GOALS,
     RATIOS,
+    ROUGH,
     SETTINGS,
     async_case,
     case_of,
     figures_of,
+    lossy_case,
     num_first,
     quarters,
     sampled,
+    split_of,
     strict_case,
     strict_vs,
 )
 from benchmarks.training_splits import StrictTraining, async_following
 from simulator.asynchrony.course import Asynchrony
-from simulator.asynchrony.run import split_of
+from simulator.asynchrony.run import split_of as split_of_placement
 from simulator.best_split import Split
 from simulator.job_iterations import SimulatedJob
 from simulator.scenario import Scenario, parse_scenario
@@ -40,7 +44,7 @@ def small() -> Scenario:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_a_setting_has_growing_lengths_and_seeds_that_nothing_was_tuned_on(setting: Any) -> None:
     assert not USED_SEEDS & set(setting.seeds)
-    assert setting.scenario(200).is_computed == (setting.name == "roofline")
+    assert setting.scenario(200).is_computed == (setting.name != "published_fit")
     job = SimulatedJob(setting.scenario(20), 20, setting.seeds[0])
     first, last = (job.iteration(number).workload.lengths for number in (0, 19))
     assert last.num_tokens > 5 * first.num_tokens
@@ -68,7 +72,7 @@ def test_splits_that_follow_are_no_slower_than_one_that_stays() -> None:
     assert training.following_s(start, numbers) <= training.sum_s(start, numbers)
     job = SimulatedJob(scenario, NUM, 7)
     lengths = [job.iteration(number).workload.lengths for number in range(NUM)]
-    fixed_s, following_s = async_following(scenario, Asynchrony(), lengths, split_of(scenario), (0, NUM - 5))
+    fixed_s, following_s = async_following(scenario, Asynchrony(), lengths, split_of_placement(scenario), (0, NUM - 5))
     assert following_s < fixed_s
 
 
@@ -77,9 +81,27 @@ def test_a_case_has_every_ratio() -> None:
     both = strict_vs(found["strict"], found["async"])
     assert both["tide_vs_async_split"] == found["async"]["async_split_s"] / found["strict"]["tide_s"]
     figures = figures_of([found["strict"] | found["async"] | both], "a_")
-    assert figures.keys() == {f"a_{key}{end}" for key in RATIOS for end in ("", "_min", "_max")}
+    without_losses = {key for key in RATIOS if not key.startswith("losses")}
+    assert figures.keys() == {f"a_{key}{end}" for key in without_losses for end in ("", "_min", "_max")}
     assert GOALS.keys() <= set(RATIOS)
     assert found["async"]["tide_async_splits"][0] == f"0: {found['async']['async_split']}"
+
+
+def test_a_rough_training_filters_groups_begins_without_hints_and_loses_nodes() -> None:
+    sizes = ("algorithm.prompts_per_iteration=32", "algorithm.group_size=4", "drift.epoch_prompts=64")
+    own = replace(ROUGH, overrides=(*ROUGH.overrides, *sizes))
+    job = SimulatedJob(own.scenario(NUM), NUM, 7)
+    works = [job.iteration(number).workload for number in range(NUM)]
+    assert [any(each.lengths.hints) for each in works] == [False, False, *[True] * (NUM - 2)]
+    assert len(works[0].filtered) < len(works[-1].filtered)
+    assert not own.scenario(NUM).faults
+    start = "8/16/8 as_given"
+    found = lossy_case(own, NUM, start, 7)
+    split = split_of(start, own.scenario(NUM))
+    whole_s = StrictTraining(own.scenario(NUM), NUM, 7).sum_s(split, range(NUM))
+    assert found["losses_start_split_s"] > whole_s + 200
+    assert found["losses_tide_vs_start_split"] == found["losses_start_split_s"] / found["losses_tide_s"]
+    assert found["losses_num_restarts"].keys() == {"tide", "start_split"}
 
 
 def test_ratios_are_those_of_the_sums() -> None:
