@@ -56,6 +56,7 @@ from simulator.asynchrony.run import AsyncRun, simulate_async
 from simulator.asynchrony.search import tuned_split
 from simulator.best_split import Split
 from simulator.cost_model import Costs
+from simulator.gpus import Doing
 from simulator.job_iterations import SimulatedJob
 from simulator.job_run import simulate_job
 from simulator.scenario import Scenario, load_scenario
@@ -199,7 +200,15 @@ def async_case(scenario: Scenario, num_iterations: int, seed: int) -> dict[str, 
         **case_of({name: run.iteration_s for name, run in runs.items()}),
         "async_following_vs_async_split": fixed_s / following_s,
         "tide_async_splits": split_changes(runs["tide_async"]),
+        **{f"{name}_waiting_share": waiting_share(run) for name, run in runs.items()},
     }
+
+
+def waiting_share(run: AsyncRun) -> float:
+    """The share of the GPUs' time in which they wait for work: no move of GPUs within iterations gains more."""
+    spans = [span for each in run.timeline.values() for span in each]
+    waiting_s = sum(span.end_s - span.start_s for span in spans if span.state is Doing.WAITING)
+    return waiting_s / sum(span.end_s - span.start_s for span in spans)
 
 
 def case_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

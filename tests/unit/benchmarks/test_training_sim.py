@@ -84,6 +84,7 @@ def test_a_case_has_every_ratio() -> None:
     without_losses = {key for key in RATIOS if not key.startswith("losses")}
     assert figures.keys() == {f"a_{key}{end}" for key in without_losses for end in ("", "_min", "_max")}
     assert GOALS.keys() <= set(RATIOS)
+    assert 0 < found["async"]["async_split_waiting_share"] < 1
     assert found["async"]["tide_async_splits"][0] == f"0: {found['async']['async_split']}"
 
 

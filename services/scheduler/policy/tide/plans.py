@@ -5,9 +5,7 @@ Each round forecasts all neighbours of the best plan at once and takes the best 
 - the time at which the trainer starts, or inference ahead of it;
 - the trainer's GPUs in one minibatch;
 - GPUs that the trainer takes from inference, or gives to it, in one of the next two minibatches, or from it on. Where
-  inference is dear its work is shared among minibatches: more of it in one alone only makes it wait in the next;
-- the trainer's GPUs in one minibatch and all later ones alike. This makes long plans searchable: a change of a single
-  minibatch rarely gains anything alone.
+  inference is dear its work is shared among minibatches: more of it in one alone only makes it wait in the next.
 
 Without a remembered plan the search begins at the best of a coarse family. A plan of it has a start, and a first and a
 last number of trainer GPUs. The steps between the two are geometric, because a trainer's rate is a power of its GPUs.
@@ -216,8 +214,6 @@ def _changes(
         for step in units if at < 3 else units[-2:]:
             for sign in (-1, 1):
                 yield 0.0, 0.0, only(at, sign * step), none
-                if at < num - 1:
-                    yield 0.0, 0.0, onwards(at, sign * step), none
     for at in range(min(num, 2)):
         for sign in (-1, 1):
             by = sign * max(cluster.unit_size, _inference_step(cluster))
