@@ -56,7 +56,7 @@ class TideRules:
     short_share: float = 0.25
     shorts_a_long: int = 1
     fresh_share: float = 0.01
-    rounds: int = 3
+    rounds: int = 4
 
     def __post_init__(self) -> None:
         for name in ("least_gain_s", "lead_s", "fresh_share"):
