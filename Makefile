@@ -8,6 +8,7 @@
 # make test-wandb   the rows for W&B, offline, with its packages
 # make compose-up   a cluster in a container on this machine (docs/cluster.md)      make compose-down   ends it
 # make test-compose the cluster in a container, with Docker
+# make test-hosts   a job over two network namespaces, as root
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 # make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
 # make wheels       the packages that a machine with its own torch and no network lacks: make wheels PY=3.12
@@ -58,7 +59,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo compose-up compose-down test-compose test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
+.PHONY: help demo compose-up compose-down test-compose test-hosts test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -125,7 +126,7 @@ test-wandb: $(DEV)
 	@$(INSTALL) -r requirements/base.txt -r requirements/wandb.in >&2
 	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
 
-test-all: test test-long mutations test-wandb test-sglang test-compose
+test-all: test test-long mutations test-wandb test-sglang test-compose test-hosts
 
 # Before an environment is made, for that takes minutes and gigabytes.
 .PHONY: gpu-check
@@ -157,6 +158,9 @@ test-compose: $(DEV)
 		echo "make: $(firstword $(COMPOSE)) is not on PATH; install Docker with its compose command, or name it: COMPOSE=..." >&2; \
 		exit 2; }
 	@COMPOSE="$(COMPOSE)" $(BIN)/python -m pytest -m compose tests/compose $(ARGS)
+
+test-hosts: $(DEV)
+	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)
 
 # The quick checks come first.
 lint: $(DEV)

@@ -53,6 +53,17 @@ MOST_SLOTS = 1024
 NODE_COLUMNS = ("node", "state", "slots", "free", "jobs")
 
 
+def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `tidegate agent`."""
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="an address of this machine")
+    help_ = "the credential of this machine, as `tidegate certs issue node NAME` makes it"
+    parser.add_argument("--credentials", type=Path, required=True, metavar="FOLDER", help=help_)
+    help_ = "the same as the jobs' runtime.host_memory_root (default: /dev/shm)"
+    parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"), metavar="FOLDER", help=help_)
+    help_ = "for what its helper prints (default: nowhere)"
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), metavar="FILE", help=help_)
+
+
 class NoCluster(NotRunning):
     """No cluster is up in the folder."""
 

@@ -111,6 +111,11 @@ def _run(args: argparse.Namespace) -> int:
             return cluster.up(args, output_dir, form)
         case "down":
             return cluster.down(output_dir, form)
+        case "agent":
+            # Import here: it imports the services.
+            from services.node import machine
+
+            return machine.main(args)
         case "schema":
             print((files("tidegate") / "config.schema.json").read_text(), end="")
             return 0
@@ -233,6 +238,8 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
+    agent = command("agent", "Lend this machine's nodes to jobs that are started on another one.", output_dir=None)
+    cluster.add_agent_arguments(agent)
     submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)
     _add_config(submit)
     submit.add_argument("--priority", type=int, default=0, help="jobs with a higher one go first (default: 0)")

@@ -36,6 +36,26 @@ def test_a_job_on_cpus_sees_no_device_and_its_instances_know_their_fork_servers(
     assert knowing == ["actor@n0", "rollout@n0", "inference@n0"]
 
 
+def test_a_node_on_another_machine_has_stand_ins_here(tmp_path: Path) -> None:
+    raw = small(tmp_path)
+    raw["cluster"] = {
+        "nodes": {"n0": 2, "n1": 1},
+        "component_placement": {"actor": 0, "rollout": 1, "inference": 2},
+        "addresses": {"n0": "127.0.0.2", "n1": "127.0.0.3"},
+        "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
+        "machine_credentials": str(tmp_path),
+    }
+    raw["runtime"]["gate_root"] = str(tmp_path / "gates")
+    config = parse_config(raw)
+    services = JobServices(config, JobFolder.of(config), sockets=tmp_path, boot=1)
+    stand_ins = {spec.name: spec for spec in services.specs() if "tidegate.runtime.hosted" in spec.command}
+    assert sorted(stand_ins) == ["actor@n1", "forkserver@n1", "inference@n1", "rollout@n1"]
+    assert "--role" not in stand_ins["forkserver@n1"].command
+    actor = stand_ins["actor@n1"]
+    assert actor.command[2:5] == ("tidegate.runtime.hosted", "--node", "n1")
+    assert actor.log_path == services.log_of("actor@n1") != services.log_of("actor@n0")
+
+
 def test_threads_of_cudas_libraries_are_no_hindrance_to_a_fork_and_a_context_is() -> None:
     def torch(cuda: str | None, *, is_initialized: bool) -> SimpleNamespace:
         return SimpleNamespace(

@@ -90,8 +90,9 @@ def misfit(config: JobConfig, slots: Slots) -> str | None:
 
 def _other_cluster(config: JobConfig, slots: Slots) -> str | None:
     """How what the job says of its slots and nodes differs from what the cluster has."""
-    if config.cluster.addresses:
-        return f"job {config.job} has cluster.addresses, and the cluster's nodes have their own: leave them out"
+    if config.cluster.addresses or config.cluster.machines:
+        key = "cluster.machines" if config.cluster.machines else "cluster.addresses"
+        return f"job {config.job} has {key}, and the cluster's nodes have their own: leave it out"
     if config.cluster.device != slots.device:
         return (
             f"job {config.job} needs cluster.device={config.cluster.device}, and the cluster's slots are {slots.device}"

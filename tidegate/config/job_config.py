@@ -29,6 +29,7 @@ from tidegate.config.checks.job import (
     algorithm_faults,
     config_warnings,
     job_faults,
+    machine_faults,
     microbatch_faults,
     model_faults,
     placement_faults,
@@ -51,7 +52,13 @@ class ConfigError(ValueError):
 class JobConfig(JobSections):
     @model_validator(mode="after")
     def _sections_fit(self) -> JobConfig:
-        faults = [*job_faults(self), *address_faults(self), *model_faults(self), *data_faults(self)]
+        faults = [
+            *job_faults(self),
+            *address_faults(self),
+            *machine_faults(self),
+            *model_faults(self),
+            *data_faults(self),
+        ]
         faults += [*placement_faults(self), *rollout_faults(self), *algorithm_faults(self), *evaluation_faults(self)]
         faults += [*microbatch_faults(self), *pace_faults(self)]
         # These compute with minibatches that divide, so they run only on a config without other faults.

@@ -12,10 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from ipaddress import IPv4Address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
 from tidegate.adapters.redis_url import BadRedisUrl
@@ -24,30 +28,77 @@ from tidegate.certs.identity import Party
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
-from tidegate.config.sections.job import ClusterSection, ServersSection
+from tidegate.config.sections.job import ClusterSection, MachineSection, ServersSection
 from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
+from tidegate.machines import versions
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.runtime.hosted import stub_of
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
-from tidegate.types import JobId
+from tidegate.types import JobId, NodeId
+from tidegate.v1 import machine_pb2
 
 ANSWER_TIMEOUT_S = 3.0
 _LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
 def check_addresses(cluster: ClusterSection) -> None:
-    """CannotStart where a node's address is not this machine's: all nodes of a job run here."""
+    """CannotStart where the address of a node that runs here is not this machine's."""
     for node, address in cluster.addresses.items():
+        if cluster.machine_of(node) is not None:
+            continue
         try:
             interface_of(address)
         except NotThisMachine as error:
             raise CannotStart(
-                f"cluster.addresses: {node}: {error}: all nodes of a job run on the machine that starts it; give one "
-                "of these, or leave cluster.addresses out"
+                f"cluster.addresses: {node}: {error}: nodes that cluster.machines does not name run on the machine "
+                "that starts the job; give one of these, or leave cluster.addresses out"
             ) from error
+
+
+async def check_machines(cluster: ClusterSection) -> None:
+    """CannotStart where the agent of another machine does not answer, or the machine is not as this one."""
+    if not cluster.machines:
+        return
+    try:
+        tls = Credentials(Path(cluster.machine_credentials))
+    except CertsError as error:
+        raise CannotStart(f"cluster.machine_credentials: {error}") from error
+    channels = Channels(default_timeout_s=ANSWER_TIMEOUT_S, tls=tls)
+    try:
+        found = await asyncio.gather(
+            *(_machine_fault(channels, machine, cluster, tls.identity.cluster) for machine in cluster.machines)
+        )
+    finally:
+        await channels.close()
+    if faults := [fault for fault in found if fault]:
+        raise CannotStart("\n".join(faults))
+
+
+async def _machine_fault(channels: Channels, machine: MachineSection, cluster: ClusterSection, authority: str) -> str:
+    key = f"cluster.machines: {machine.name}"
+    try:
+        stub = stub_of(channels, machine, authority)
+        there: machine_pb2.GetMachineResponse = await stub.GetMachine(machine_pb2.GetMachineRequest())
+    except (PeerUnavailable, PeerRefused) as error:
+        return f"{key}: {error}; start it there: tidegate agent --listen {machine.agent} --credentials FOLDER"
+    for package, own in versions().items():
+        if own and there.versions[package] != own:
+            return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"
+    if there.user != os.getuid():
+        return (
+            f"{key}: its agent runs as user {there.user}, and this job as user {os.getuid()}: they have to be the same"
+        )
+    for node in machine.nodes:
+        address = cluster.address_of(NodeId(node))
+        if address not in there.addresses and not IPv4Address(address).is_loopback:
+            listed = ", ".join(there.addresses)
+            return f"cluster.addresses: {node}: {address} is no address of {machine.name}, which has {listed}"
+    return ""
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

@@ -51,7 +51,7 @@ from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.outcome import End, Outcome, at_rest
-from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights
+from tidegate.launcher.preflight import check_addresses, check_engine, check_machines, check_servers, check_weights
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
@@ -153,6 +153,7 @@ async def _checked(request: RunRequest) -> Job:
     await check_weights(job)
     job = await with_checked_data(job)
     await check_servers(request.config, request.start)
+    await check_machines(request.config.cluster)
     return job
 
 

@@ -12,6 +12,9 @@ End:
 3. the tracker, which then has all events to report;
 4. the fork servers.
 
+A node of another machine has its processes there: here each has a stand-in, which is asked and watched as they are
+(`hosted`). [test_job_services: a_node_on_another_machine]
+
 A job on CUDA sees its devices, and a job on CPUs none. [test_job_services: job_on_cuda_has_its_devices]
 [test_job_services: job_on_cpus_sees_no_device]
 
@@ -34,13 +37,14 @@ import tidegate
 from tidegate.config.job_config import JobConfig
 from tidegate.device_slots import DeviceKind
 from tidegate.job import JobFolder
+from tidegate.runtime.hosted import Hosted
 from tidegate.runtime.large_copies import with_large_copies
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor
 from tidegate.types import NodeId, Role, instance_id
 
 SCHEDULER = "scheduler"
 TRACKER = "tracking"
-FORKED = ("services.scheduler", *(f"services.{role}" for role in Role))
+FORKED = ("services.scheduler", *(f"services.{role}" for role in Role), "tidegate.runtime.hosted")
 """The services that a spawner imports once for all of them."""
 _PRELOAD = (
     "tidegate.megatron.cpu_stand_in:install",
@@ -51,6 +55,10 @@ _PRELOAD = (
 _MAX_RESTARTS = 5
 """The limit in a minute, and in a row for a process that fails within a minute of its start: it is given up after 8 s
 of pauses. A start waits for NATS for 15 s, so an outage of a minute is survived. A rare kill is survived."""
+_MAX_HOSTED_RESTARTS = 12
+"""Of a process on another machine, which may be away for longer: it is given up after some 17 minutes of pauses."""
+_HOSTED_STOP_S = 20.0
+"""The agent gives the process ten seconds to end. A stand-in that is killed ends the call, and so the process too."""
 _TRACKER_GRACE_S = 2.0
 """Added to the tracker's time to close: it reads the last events and reports what it did not write."""
 
@@ -69,6 +77,7 @@ class JobServices:
         self._supervisor = Supervisor(start_child)
         self._log = structlog.get_logger("services")
         self._started: list[str] = []
+        self._hosted: set[str] = set()
 
     def start(self) -> None:
         for spec in self.specs():
@@ -78,23 +87,24 @@ class JobServices:
     def specs(self) -> Iterator[ServiceSpec]:
         """In the order of their start."""
         for node in self._own_fork_servers():
-            yield replace(
-                self._spec(_forkserver(node), forkserver_command(self._socket(node))),
-                env=fork_server_env(self._config.cluster.device),
-            )
+            spec = self._spec(_forkserver(node), forkserver_command(self._socket(node)))
+            spec = replace(spec, env=fork_server_env(self._config.cluster.device))
+            yield self._placed(spec, node, None)
         if self._config.tracking.is_on:
             yield self._tracker_spec()
         yield self._spec(SCHEDULER, ("services.scheduler", *self._config_arguments(), "--boot", str(self._boot)))
         for role, node in self._instances():
             command = (f"services.{role}", *self._config_arguments(), "--node", node)
-            yield self._spec(instance_id(role, node), (*command, "--forkserver", str(self._socket(node))))
+            spec = self._spec(instance_id(role, node), (*command, "--forkserver", str(self._socket(node))))
+            yield self._placed(spec, node, role)
 
     async def next_end(self) -> ServiceEnd:
         return await self._supervisor.next_end()
 
     def log_of(self, name: str) -> Path:
-        """The file of what a process prints that is no log line, for example why it could not start."""
-        return self._attempt.logs / f"{name}.out"
+        """The file of what a process here prints that is no log line, for example why it could not start. Of a node on
+        another machine that is its stand-in."""
+        return self._attempt.logs / f"{name}{'.stand-in' if name in self._hosted else ''}.out"
 
     async def stop(self) -> None:
         """Returns when every process, and what it forked, is gone. Skips processes that were not started."""
@@ -135,6 +145,15 @@ class JobServices:
             env=service_env(self._config.cluster.device),
             max_restarts=_MAX_RESTARTS,
         )
+
+    def _placed(self, spec: ServiceSpec, node: NodeId, role: Role | None) -> ServiceSpec:
+        """The spec, or that of a stand-in where the node is on another machine."""
+        if self._config.cluster.machine_of(node) is None:
+            return spec
+        self._hosted.add(spec.name)
+        hosted = Hosted(self._folder.config, node, role, spec.log_path)
+        stand_in = self._spec(spec.name, hosted.command())
+        return replace(stand_in, max_restarts=_MAX_HOSTED_RESTARTS, stop_timeout_s=_HOSTED_STOP_S)
 
     def _socket(self, node: NodeId) -> Path:
         return Path(self._config.runtime.fork_server or self._sockets / f"{_forkserver(node)}.sock")

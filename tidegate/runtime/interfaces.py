@@ -26,6 +26,11 @@ def interface_of(address: str) -> str:
     raise NotThisMachine(f"{address} is no address of this machine, which has {listed}")
 
 
+def addresses_here() -> list[str]:
+    """The IPv4 addresses of this machine."""
+    return [str(own.ip) for _, own in _interfaces()]
+
+
 def _interfaces() -> Iterator[tuple[str, IPv4Interface]]:
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:

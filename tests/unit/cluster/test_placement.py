@@ -73,7 +73,7 @@ def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
     config = of_size("one", 3)
     addressed = {"addresses": dict.fromkeys(config.cluster.nodes, "127.0.0.2")}
     found = misfit(config.model_copy(update={"cluster": config.cluster.model_copy(update=addressed)}), Slots(TWO))
-    assert found == "job one has cluster.addresses, and the cluster's nodes have their own: leave them out"
+    assert found == "job one has cluster.addresses, and the cluster's nodes have their own: leave it out"
     with pytest.raises(ConfigError, match="slots_per_gpu=4"):
         placed_config(of_size("one", 3), shared, gpus("0/0 0/1 0/2"))
 

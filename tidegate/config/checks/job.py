@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ipaddress import IPv4Address
 
+from tidegate.certs.identity import BadIdentity, Identity, Party
 from tidegate.config.checks.actor_layouts import actor_layout_warnings
 from tidegate.config.checks.evaluation import evaluation_warnings
 from tidegate.config.checks.layouts import replicas_fault
@@ -50,6 +51,40 @@ def address_faults(config: JobSections) -> list[str]:
             )
     if len({address.is_loopback for address in known.values() if address is not None}) > 1:
         faults.append("cluster.addresses: no other machine reaches an address of loopback: give all of another kind")
+    return faults
+
+
+def machine_faults(config: JobSections) -> list[str]:
+    """Faults of the other machines that show without a call."""
+    cluster = config.cluster
+    if not cluster.machines:
+        return []
+    faults = []
+    named = [node for machine in cluster.machines for node in machine.nodes]
+    if unknown := [node for node in named if node not in cluster.nodes]:
+        faults.append(f"cluster.machines: {', '.join(unknown)} not in cluster.nodes ({', '.join(cluster.nodes)})")
+    if twice := sorted({node for node in named if named.count(node) > 1}):
+        faults.append(f"cluster.machines: {', '.join(twice)} is on two of them: name it once")
+    for machine in cluster.machines:
+        host, _, port = machine.agent.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            faults.append(f"cluster.machines: {machine.name}: agent={machine.agent} is not host:port, as 10.0.0.7:7400")
+        try:
+            Identity("any", Party.NODE, machine.name)
+        except BadIdentity as error:
+            faults.append(f"cluster.machines: {error}")
+    if not cluster.addresses:
+        faults.append("cluster.machines: its nodes are reached by cluster.addresses: give one for each node")
+    if not cluster.machine_credentials:
+        faults.append("cluster.machines: agents ask for a credential: set cluster.machine_credentials")
+    if not config.runtime.gate_root:
+        faults.append("cluster.machines: gates are on local disks: set runtime.gate_root to a folder of each machine")
+    if cluster.device != "cpu":
+        faults.append(f"cluster.machines with cluster.device={cluster.device}: so far on cpu alone")
+    embedded = [f"servers.{kind}_url" for kind in ("nats", "redis") if not getattr(config.servers, f"{kind}_url")]
+    is_beyond = any(each is not None and not each.is_loopback for each in map(_ip_address, cluster.addresses.values()))
+    if embedded and is_beyond:
+        faults.append(f"cluster.machines: embedded servers listen on loopback alone: set {' and '.join(embedded)}")
     return faults
 
 

@@ -85,6 +85,15 @@ class PlacementSection(_Section):
     inference: GpuList
 
 
+class MachineSection(_Section):
+    """Another machine. `name`: that in its agent's credential. `agent`: host and port of its `tidegate agent`. `nodes`:
+    those of the job that it runs."""
+
+    name: str
+    agent: str
+    nodes: tuple[str, ...]
+
+
 class ClusterSection(_Section):
     """Nodes in order, with their numbers of GPU slots. On `cpu` a slot is a process."""
 
@@ -94,12 +103,20 @@ class ClusterSection(_Section):
     """The most slots that share one device. The first slots of a node share its device 0."""
     addresses: dict[str, str] = {}  # noqa: RUF012 # pydantic copies it for each section
     """The IPv4 address of each node, on which its processes listen and others reach them. Empty: loopback."""
+    machines: tuple[MachineSection, ...] = ()
+    """Other machines. Nodes of none of them run where the job is started."""
+    machine_credentials: ConfigPath = ""
+    """The folder of an operator's credential, which the agents ask for, relative to the config's folder."""
     component_placement: PlacementSection
     pace: PaceSection | None = None
     """The speed of a cited GPU for each slot. None: a slot is as fast as its CPU."""
 
     def address_of(self, node: NodeId) -> str:
         return self.addresses.get(node, LOOPBACK)
+
+    def machine_of(self, node: str) -> MachineSection | None:
+        """The other machine that has the node. None: it runs where the job is started."""
+        return next((machine for machine in self.machines if node in machine.nodes), None)
 
     def gpus(self) -> tuple[GpuId, ...]:
         return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))

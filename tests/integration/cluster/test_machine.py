@@ -1,0 +1,258 @@
+"""The agent of another machine and the stand-ins of its processes, with trivial processes in place of services."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from services.node import machine
+from services.node.machine import MachineServicer
+from tests.unit.cli.configs import small
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_server import RpcServer, Service, serve
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.authority import CREDENTIAL, Authority
+from tidegate.certs.identity import Identity, Party
+from tidegate.certs.job_credentials import credential_folder
+from tidegate.config.job_config import JobConfig, parse_config
+from tidegate.job import JobFolder
+from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
+from tidegate.launcher.preflight import check_machines
+from tidegate.runtime.hosted import Hosted
+from tidegate.runtime.processes import Child, ServiceSpec, started
+from tidegate.types import LOOPBACK, NodeId, Role
+from tidegate.v1 import machine_pb2, machine_pb2_grpc
+
+WAITS = "import time\nwhile True: time.sleep(60)"
+ENDS_ON_TERM = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nwhile True: time.sleep(60)"
+
+
+@dataclass
+class Lab:
+    """A job's folder, the credentials of a cluster, and the agent of machine `b`, whose processes run `code`."""
+
+    folder: Path
+    server: RpcServer
+    code: str = WAITS
+
+    def program(self, spec: ServiceSpec) -> Child:
+        return started(replace(spec, command=(sys.executable, "-c", self.code)))
+
+    def config(self, **cluster: Any) -> JobConfig:
+        """As the launcher resolves it."""
+        raw = small(self.folder)
+        nodes = {"nodes": {"n0": 3}, "component_placement": {"actor": 0, "rollout": 1, "inference": 2}}
+        machines = [{"name": "b", "agent": self.server.endpoint, "nodes": ["n0"]}]
+        own = {
+            "addresses": {"n0": LOOPBACK},
+            "machines": machines,
+            "machine_credentials": str(self.folder / "operator"),
+        }
+        raw["cluster"] = nodes | own | cluster
+        raw["runtime"]["gate_root"] = str(self.folder / "gates")
+        config = parse_config(raw)
+        memory = {"host_memory_root": str(host_memory_folder(config))}
+        return config.model_copy(update={"runtime": config.runtime.model_copy(update=memory)})
+
+    def hosted(self, config: JobConfig, role: Role | None = Role.ACTOR) -> Hosted:
+        job = JobFolder.of(config)
+        job.root.mkdir(parents=True, exist_ok=True)
+        write_private(job.config, config.to_json())
+        # Launcher and agent have one file system here.
+        own = credential_folder(Path(config.runtime.host_memory_root), Party.JOB)
+        own.mkdir(parents=True, exist_ok=True)
+        write_private(own / CREDENTIAL, "secret")
+        return Hosted(job.config, NodeId("n0"), role, job.root / "actor@n0.out")
+
+    async def stand_in(self, config: JobConfig) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", *self.hosted(config).command())
+        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    authority = Authority.create(tmp_path / "ca", "lab")
+    authority.issue(Identity("lab", Party.NODE, "b"), tmp_path / "node")
+    authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
+    authority.issue(Identity("lab", Party.JOB, "small"), tmp_path / "job")
+    (tmp_path / "memory").mkdir()
+    programs: list[Callable[[ServiceSpec], Child]] = []
+    servicer = MachineServicer(lambda spec: programs[0](spec), tmp_path / "memory")
+    served = Service(
+        machine_pb2.DESCRIPTOR.services_by_name["Machine"],
+        lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
+    )
+    server = await serve([served], f"{LOOPBACK}:0", tls=Credentials(tmp_path / "node"))
+    found = Lab(tmp_path, server)
+    programs.append(lambda spec: found.program(spec))
+    yield found
+    await server.stop(grace_s=0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Other processes' ends are no events of this one."""
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 # see above
+            await asyncio.sleep(0.02)
+
+
+def programs() -> list[psutil.Process]:
+    """The agent runs in this process: what it started is a child of it."""
+    return [each for each in psutil.Process().children() if "-c" in each.cmdline()]
+
+
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
+async def test_a_stand_in_ends_with_the_status_of_its_process(lab: Lab, code: str, status: int) -> None:
+    lab.code = code
+    config = lab.config()
+    stand_in = await lab.stand_in(config)
+    assert await stand_in.wait() == status
+    await until(lambda: not Path(config.runtime.host_memory_root).exists())
+
+
+async def test_a_stand_in_that_is_asked_to_stop_asks_its_process(lab: Lab) -> None:
+    lab.code = ENDS_ON_TERM
+    stand_in = await lab.stand_in(lab.config())
+    await until(lambda: len(programs()) == 1)
+    await until(lambda: bool(programs()[0].cmdline()) and programs()[0].status() == psutil.STATUS_SLEEPING)
+    stand_in.terminate()
+    assert await stand_in.wait() in (7, -signal.SIGTERM)
+    await until(lambda: not programs())
+
+
+async def test_a_process_ends_with_its_call(lab: Lab) -> None:
+    config = lab.config()
+    stand_in = await lab.stand_in(config)
+    await until(lambda: len(programs()) == 1)
+    memory = Path(config.runtime.host_memory_root)
+    await until(memory.is_dir)
+    stand_in.kill()
+    await stand_in.wait()
+    await until(lambda: not programs() and not memory.exists())
+
+
+async def test_a_silent_caller_is_gone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LOST_S", 0.5)
+    monkeypatch.setattr(machine, "BEAT_S", 0.1)
+    start = lab.hosted(lab.config()).start(Path(lab.config().runtime.host_memory_root))
+    bodies = [response.WhichOneof("body") async for response in _call(lab, start, stays=True)]
+    assert bodies[0] == "started"
+    assert set(bodies[1:]) == {"beat"}
+    await until(lambda: not programs())
+
+
+async def test_an_agent_that_is_gone_is_told(lab: Lab) -> None:
+    stand_in = await lab.stand_in(lab.config())
+    await until(lambda: len(programs()) == 1)
+    await lab.server.stop(grace_s=0)
+    assert await stand_in.wait() == 1
+    assert stand_in.stderr is not None
+    assert b"the agent of b at" in await stand_in.stderr.read()
+    await until(lambda: not programs())
+
+
+def _without_config(start: machine_pb2.ProcessStart) -> None:
+    start.config = "/nowhere/config.json"
+
+
+def _of_another_node(start: machine_pb2.ProcessStart) -> None:
+    start.node = "n7"
+
+
+def _of_no_role(start: machine_pb2.ProcessStart) -> None:
+    start.role = "shell"
+
+
+def _logs_elsewhere(start: machine_pb2.ProcessStart) -> None:
+    start.log = str(Path(start.log).parents[3] / "outside.out")
+
+
+def _writes_elsewhere(start: machine_pb2.ProcessStart) -> None:
+    start.files["credentials/job/../../../outside"] = b"x"
+
+
+def _writes_another_credential(start: machine_pb2.ProcessStart) -> None:
+    start.files["credentials/operator/credential.pem"] = b"x"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_config, "output_dir has to be on storage that all machines share"),
+        (_of_another_node, "'n7' is no node of job small, which has n0"),
+        (_of_no_role, "'shell' is no component"),
+        (_logs_elsewhere, "is not in the job's folder"),
+        (_writes_elsewhere, "is no file of a job's credential"),
+        (_writes_another_credential, "is no file of a job's credential"),
+    ],
+)
+async def test_what_cannot_run_here_is_refused_and_nothing_is_written_outside_host_memory(
+    lab: Lab, change: Callable[[machine_pb2.ProcessStart], None], message: str
+) -> None:
+    config = lab.config()
+    start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
+    before = sorted(lab.folder.rglob("*"))
+    change(start)
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
+        [_ async for _ in _call(lab, start)]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sorted(lab.folder.rglob("*")) == before
+    assert not programs()
+
+
+async def test_a_folder_in_host_memory_that_is_not_the_agents_is_refused(lab: Lab) -> None:
+    config = lab.config()
+    foreign = lab.folder / "memory" / f"tidegate-{os.getuid() + 1}-00"
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"host_memory_root": str(foreign)})})
+    with pytest.raises(grpc.aio.AioRpcError, match="give it the same --host-memory-root"):
+        [_ async for _ in _call(lab, lab.hosted(config).start(foreign))]
+    assert not list(foreign.rglob("*.out"))
+
+
+async def test_a_job_cannot_ask_an_agent(lab: Lab) -> None:
+    config = lab.config()
+    start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
+    with pytest.raises(grpc.aio.AioRpcError, match="job/small of cluster lab may not call") as refused:
+        [_ async for _ in _call(lab, start, who="job")]
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    await check_machines(lab.config().cluster)
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "0.0.1"})
+    with pytest.raises(CannotStart, match=r"cluster\.machines: b has t\S+ .*, and this one .*: install the same"):
+        await check_machines(lab.config().cluster)
+    monkeypatch.undo()
+    nobody = lab.config(machines=[{"name": "b", "agent": f"{LOOPBACK}:1", "nodes": ["n0"]}])
+    with pytest.raises(CannotStart, match="start it there: tidegate agent --listen"):
+        await check_machines(nobody.cluster)
+    other = lab.config(machines=[{"name": "c", "agent": lab.server.endpoint, "nodes": ["n0"]}])
+    with pytest.raises(CannotStart, match=r"cluster\.machines: c"):
+        await check_machines(other.cluster)
+
+
+async def _call(
+    lab: Lab, start: machine_pb2.ProcessStart, *, stays: bool = False, who: str = "operator"
+) -> AsyncIterator[machine_pb2.RunProcessResponse]:
+    async def requests() -> AsyncIterator[machine_pb2.RunProcessRequest]:
+        yield machine_pb2.RunProcessRequest(start=start)
+        if stays:
+            await asyncio.Event().wait()
+
+    channels = Channels(default_timeout_s=30, tls=Credentials(lab.folder / who))
+    stub: Any = machine_pb2_grpc.MachineStub(channels.connect(lab.server.endpoint, Identity("lab", Party.NODE, "b")))
+    try:
+        async for response in stub.RunProcess(requests(), timeout=30):
+            yield response
+    finally:
+        await channels.close()

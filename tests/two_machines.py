@@ -1,0 +1,137 @@
+"""Two machines on one: network namespaces with a link between them, each with host memory and gates of its own.
+
+It needs root and iproute2's `ip`. The second machine has an agent. NATS and Redis run on the first one's address,
+without credentials: nobody else is on the link.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.jobs import REPOSITORY, small_job
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
+from tidegate.runtime.server_kinds import NATS, VALKEY, packaged_binary
+
+HERE, THERE = "10.77.0.1", "10.77.0.2"
+NATS_PORT, REDIS_PORT, AGENT_PORT = 4333, 6399, 7400
+NAMESPACE, LINK, FAR = "tidegate-b", "tidegate-a", "tidegate-b"
+
+
+def are_possible() -> bool:
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True, stderr=subprocess.PIPE)
+
+
+@dataclass
+class Lab:
+    """`folder` is the storage that both machines share."""
+
+    folder: Path
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start_agent(self) -> None:
+        """In the other namespace, with a private /dev/shm and gates. It returns once the agent listens."""
+        gates = self.folder / "gates"
+        gates.mkdir(exist_ok=True)
+        agent = (sys.executable, "-m", "cli", "agent", "--listen", f"{THERE}:{AGENT_PORT}")
+        words = " ".join((*agent, "--credentials", str(self.folder / "node"), "--log", str(self.folder / "helper.log")))
+        private = f"mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {gates} && exec {words}"
+        started = subprocess.Popen(
+            ["ip", "netns", "exec", NAMESPACE, "unshare", "--mount", "sh", "-c", private],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self.agents.append(started)
+        assert started.stdout is not None
+        assert b"listens on" in started.stdout.readline()
+
+    def kill_agent(self) -> None:
+        agent = self.agents.pop()
+        agent.kill()
+        agent.wait()
+
+    def job(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Its node n1 is on the second machine."""
+        return small_job(
+            name,
+            cluster__addresses={"n0": HERE, "n1": THERE},
+            cluster__machines=[{"name": "b", "agent": f"{THERE}:{AGENT_PORT}", "nodes": ["n1"]}],
+            cluster__machine_credentials=str(self.folder / "operator"),
+            runtime__gate_root=str(self.folder / "gates"),
+            servers={"nats_url": f"nats://{HERE}:{NATS_PORT}", "redis_url": f"redis://{HERE}:{REDIS_PORT}"},
+            **changes,
+        )
+
+
+@contextmanager
+def linked() -> Iterator[None]:
+    """The second machine, and the link to it."""
+    sh(f"ip netns add {NAMESPACE}")
+    try:
+        sh(f"ip link add {LINK} type veth peer name {FAR} netns {NAMESPACE}")
+        for command in (f"addr add {HERE}/24 dev {LINK}", f"link set {LINK} up"):
+            sh(f"ip {command}")
+        for command in (f"addr add {THERE}/24 dev {FAR}", f"link set {FAR} up", "link set lo up"):
+            sh(f"ip -n {NAMESPACE} {command}")
+        yield
+    finally:
+        sh(f"ip netns delete {NAMESPACE}")
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Lab]:
+    """Servers here, an agent there."""
+    authority = Authority.create(folder / "ca", "lab")
+    authority.issue(Identity("lab", Party.NODE, "b"), folder / "node")
+    authority.issue(Identity("lab", Party.OPERATOR, "me"), folder / "operator")
+    stores = folder / "stores"
+    stores.mkdir()
+    nats = [str(packaged_binary(NATS)), "-a", HERE, "-p", str(NATS_PORT), "-js", "-sd", str(stores / "nats")]
+    redis = [str(packaged_binary(VALKEY)), "--bind", HERE, "--port", str(REDIS_PORT), "--protected-mode", "no"]
+    redis += ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(stores)]
+    servers = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in (nats, redis)]
+    found = Lab(folder)
+    try:
+        found.start_agent()
+        yield found
+    finally:
+        for process in (*found.agents, *servers):
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+@contextmanager
+def link_down() -> Iterator[None]:
+    sh(f"ip link set {LINK} down")
+    try:
+        yield
+    finally:
+        sh(f"ip link set {LINK} up")
+
+
+def services_there() -> list[str]:
+    """The pids of services in the other namespace, but for the agent and its helper."""
+    pids = subprocess.run(["ip", "netns", "pids", NAMESPACE], check=True, stdout=subprocess.PIPE, text=True)
+    found = []
+    for pid in pids.stdout.split():
+        try:
+            words = Path("/proc", pid, "cmdline").read_bytes()
+        except FileNotFoundError:
+            continue
+        if b"services." in words or b"forkserver" in words or b"tidegate: " in words:
+            found.append(pid)
+    return found
