@@ -24,7 +24,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -151,6 +151,7 @@ def main() -> int:
     options = arguments("What a cluster costs.")
     configure_logging("benchmark", level="ERROR")
     without, with_them = cases = asyncio.run(measured(QUICK_STEPS if options.quick else STEPS))
+    losses: dict[str, Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]]
     losses = {f"failover_{server}_s": partial(failover, server=server) for server in ("redis", "nats")}
     if are_possible():
         losses["node_loss_s"] = node_loss
