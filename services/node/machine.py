@@ -9,7 +9,7 @@ host memory, with its credentials, is this machine's: the first process of the j
 Invariants:
 - A process lives as long as the call that started it. [test_machine: ends_with_its_call]
 - Who calls and is silent for `LOST_S` is gone. [test_machine: a_silent_caller]
-- Nothing is written but below the agent's own folders in host memory, and the log. [test_machine: nothing_is_written_outside]
+- Nothing is written but the job's credential in host memory, and the log. [test_machine: nothing_is_written_outside]
 - A request that cannot run here is refused with the reason, and leaves nothing. [test_machine: what_cannot_run_here]
 """
 
