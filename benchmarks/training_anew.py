@@ -52,7 +52,7 @@ def case_of(setting: Setting, saved: Mapping[str, Any]) -> dict[str, Any]:
         "tide_s": sum(seconds),
         "was_tide_s": saved["tide_s"],
         "tide_quarters_s": quarters(seconds),
-        **{f"tide_vs_{name}": saved[f"{name}_s"] / sum(seconds) for name in OTHERS},
+        **{f"tide_vs_{name}": saved[f"{name}_s"] / sum(seconds) for name in OTHERS if f"{name}_s" in saved},
     }
 
 
@@ -84,7 +84,7 @@ def main() -> int:
     }
     for setting in SETTINGS:
         own = [case for case in cases if case["setting"] == setting.name]
-        for key in (f"tide_vs_{name}" for name in OTHERS) if own else ():
+        for key in (f"tide_vs_{name}" for name in OTHERS if own and f"tide_vs_{name}" in own[0]):
             found, name = spread([case[key] for case in own]), setting.prefix + key
             figures |= {name: found["median"], f"{name}_min": found["min"], f"{name}_max": found["max"]}
             if name in saved["figures"]:

@@ -26,7 +26,7 @@ There are three settings:
   lost too, and come back after five minutes.
 
 The first was chosen before `tide` ran on it: one copy of the trainer has room on 4 GPUs, so that splits have steps of
-an eighth, and a training takes some minutes. No rule of `tide` was tuned on either, nor on these seeds.
+an eighth, and a training takes some minutes. No rule of `tide` was tuned on any, nor on these seeds.
 
 Splits are searched by simulation (`training_splits`), strict ones with the best order
 of prompts. The search for the whole job sees iterations that are evenly spaced. Figures are medians over the seeds,

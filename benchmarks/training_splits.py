@@ -32,8 +32,8 @@ from simulator.lengths import Lengths
 from simulator.scenario import Scenario
 from tidegate.types import Layout, PromptOrder
 
-WINDOW = 5
-"""The mean length grows by 3 % in it at most. Three iterations count."""
+WINDOW = 6
+"""The mean length grows by 4 % in it at most. With a staleness of 1 four iterations count."""
 _S = TypeVar("_S")
 
 

@@ -40,17 +40,28 @@ class Lab:
     """`folder` is the storage that both machines share."""
 
     folder: Path
+    keeper: subprocess.Popen[bytes]
+    """Keeps the mounts of the second machine, whose /dev/shm and gates outlive its agents."""
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start_agent(self) -> None:
-        """In the other namespace, with a private /dev/shm and gates. It returns once the agent listens."""
-        gates = self.folder / "gates"
-        gates.mkdir(exist_ok=True)
+        """On the second machine. It returns once the agent listens."""
         agent = (sys.executable, "-m", "cli", "agent", "--listen", f"{THERE}:{AGENT_PORT}")
         words = " ".join((*agent, "--credentials", str(self.folder / "node"), "--log", str(self.folder / "helper.log")))
-        private = f"mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {gates} && exec {words}"
         started = subprocess.Popen(
-            ["ip", "netns", "exec", NAMESPACE, "unshare", "--mount", "sh", "-c", private],
+            [
+                "nsenter",
+                "-t",
+                str(self.keeper.pid),
+                "-m",
+                "ip",
+                "netns",
+                "exec",
+                NAMESPACE,
+                "sh",
+                "-c",
+                f"exec {words}",
+            ],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -104,14 +115,24 @@ def two_machines(folder: Path) -> Iterator[Lab]:
     redis = [str(packaged_binary(VALKEY)), "--bind", HERE, "--port", str(REDIS_PORT), "--protected-mode", "no"]
     redis += ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(stores)]
     servers = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in (nats, redis)]
-    found = Lab(folder)
+    found = Lab(folder, _mounted(folder / "gates"))
     try:
         found.start_agent()
         yield found
     finally:
-        for process in (*found.agents, *servers):
+        for process in (*found.agents, *servers, found.keeper):
             process.send_signal(signal.SIGTERM)
             process.wait()
+
+
+def _mounted(gates: Path) -> subprocess.Popen[bytes]:
+    """A process with a /dev/shm and gates of its own."""
+    gates.mkdir()
+    mounts = f"mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {gates} && echo mounted && exec sleep infinity"
+    keeper = subprocess.Popen(["unshare", "--mount", "sh", "-c", mounts], stdout=subprocess.PIPE)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == b"mounted\n"
+    return keeper
 
 
 @contextmanager

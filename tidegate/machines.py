@@ -11,8 +11,7 @@ from tidegate.types import NodeId
 BEAT_S = 2.0
 """Both sides of a call say something at least this often."""
 LOST_S = 10.0
-"""Who hears nothing for so long takes the other side for gone. It and the ten seconds of a stop are as long as a lease
-(`runtime.lease_ttl_s`)."""
+"""Who hears nothing for so long takes the other side for gone."""
 PACKAGES = ("tidegate", "torch", "megatron-core")
 """They have the same versions on all machines of a job."""
 

@@ -18,7 +18,7 @@ from cli.simulation.run_report import assumption_rows
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony
 from simulator.asynchrony.run import AsyncRun, simulate_async, split_of
-from simulator.asynchrony.search import NUM_TUNED, tuned_split
+from simulator.asynchrony.search import num_tuned, tuned_split
 from simulator.job_iterations import SimulatedJob
 from simulator.lengths import Lengths
 from simulator.scenario import Scenario, ScenarioError
@@ -44,7 +44,7 @@ def simulated(
     lengths = _lengths(scenario, num_iterations, seed)
     start = split_of(scenario)
     if set(names) != {"split"}:
-        start = tuned_split(scenario, rules, _lengths(scenario, NUM_TUNED, seed + _SEED_OF_TUNING))
+        start = tuned_split(scenario, rules, _lengths(scenario, num_tuned(rules), seed + _SEED_OF_TUNING))
 
     def run(name: str) -> AsyncRun:
         split = split_of(scenario) if name == "split" else start

@@ -2,14 +2,17 @@
 
     tidegate agent --listen HOST:PORT --credentials FOLDER [--host-memory-root FOLDER]
 
-It runs a fork server and three instances for each of a job's nodes here, and nothing else: a caller names a node and a
-role, and the agent makes the command. The job's config and logs are on storage that all machines share. Its folder in
-host memory, with its credentials, is this machine's: the first process of the job makes it, the last one removes it.
+It runs a fork server and three instances for each of a job's nodes here: a caller names a node and a role, and the
+agent makes the command. A job's config names programs too (rewards, SGLang's Python), so who may call is as good as
+this user. The job's config and logs are on storage that all machines share. Its folder in host memory, with the
+credential of its processes, is this machine's: the first process of the job makes it, the last one removes it.
 
 Invariants:
 - A process lives as long as the call that started it. [test_machine: ends_with_its_call]
 - Who calls and is silent for `LOST_S` is gone. [test_machine: a_silent_caller]
+- A process of an instance starts when the one before it is gone. [test_machine: waits_for_the_one_before]
 - Nothing is written but the job's credential in host memory, and the log. [test_machine: nothing_is_written_outside]
+- Nobody else reads the credential. [test_machine: of_another_user] [test_machine: has_the_credential_for_itself]
 - A request that cannot run here is refused with the reason, and leaves nothing. [test_machine: what_cannot_run_here]
 """
 
@@ -17,13 +20,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import re
+import secrets
 import shutil
+import stat
 import sys
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,34 +54,59 @@ from tidegate.types import NodeId, Role
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _STOP_S = 10.0
+MARK = "of-an-agent"
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]
 
 
 class MachineServicer(machine_pb2_grpc.MachineServicer):
     def __init__(self, start_child: StartChild | None, host_memory_root: Path) -> None:
         self._start_child = start_child
-        self._memory = _JobMemories(host_memory_root)
+        self._memories = _JobMemories(host_memory_root)
+        self._running: set[tuple[Path, str]] = set()
+        """By the job's folder in host memory, and name."""
+        self._gone = asyncio.Event()
         self._log = structlog.get_logger("agent")
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         return machine_pb2.GetMachineResponse(versions=versions(), user=os.getuid(), addresses=addresses_here())
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
-        first = await anext(aiter(requests))
-        start = first.start
-        config = _config_of(start)
-        spec = _spec_of(start, config)
-        with self._memory.of_job(Path(config.runtime.host_memory_root), start.files):
-            supervisor = Supervisor(self._start_child)
-            try:
-                pid = supervisor.start(spec)
-                self._log.info("process started", job=config.job, name=spec.name, pid=pid)
-                yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=pid))
-                async for response in _until_ended(supervisor, spec.name, requests):
-                    yield response
-            finally:
-                await supervisor.aclose()
-                self._log.info("process gone", job=config.job, name=spec.name)
+        start = await _first(requests)
+        config = await _config_of(start)
+        spec, memory = _spec_of(start, config), Path(config.runtime.host_memory_root)
+        place, files = (memory, spec.name), dict(start.files)
+        self._memories.check(memory, files)
+        while place in self._running or not self._memories.have_room(memory, files):
+            # What ran before, for a caller that is gone, is still ending.
+            yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), BEAT_S)
+        self._running.add(place)
+        try:
+            async with self._memories.of_job(memory, files):
+                supervisor = Supervisor(self._start_child)
+                try:
+                    pid = supervisor.start(spec)
+                    self._log.info("process started", job=config.job, name=spec.name, pid=pid)
+                    yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=pid))
+                    async for response in _until_ended(supervisor, spec.name, requests):
+                        yield response
+                finally:
+                    await supervisor.aclose()
+                    self._log.info("process gone", job=config.job, name=spec.name)
+        finally:
+            self._running.discard(place)
+            self._gone.set()
+            self._gone = asyncio.Event()
+
+
+async def _first(requests: Requests) -> machine_pb2.ProcessStart:
+    try:
+        async with asyncio.timeout(LOST_S):
+            request = await anext(aiter(requests))
+    except (TimeoutError, StopAsyncIteration) as error:
+        raise ValueError("the call has no request that starts a process") from error
+    return request.start
 
 
 async def _until_ended(
@@ -111,15 +143,18 @@ async def _listen(supervisor: Supervisor, name: str, requests: Requests) -> None
 
 
 class _JobMemories:
-    """The folders of jobs in host memory, as long as a process of the job runs here."""
+    """The folders of jobs in host memory, as long as a process of the job runs here.
+
+    A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is the launcher's.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._users: Counter[Path] = Counter()
+        self._files: dict[Path, Mapping[str, bytes]] = {}
 
-    @contextmanager
-    def of_job(self, folder: Path, files: Any) -> Iterator[None]:
-        """ValueError, OSError."""
+    def check(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """ValueError for a folder that is not of this agent, or a file that is no credential."""
         own = re.compile(rf"tidegate-{os.getuid()}-[0-9a-f]+")
         if folder.parent.resolve() != self._root or not own.fullmatch(folder.name):
             raise ValueError(
@@ -129,45 +164,92 @@ class _JobMemories:
         for path in files:
             if folder / PurePosixPath(path).parent != credential_folder(folder, Party.JOB):
                 raise ValueError(f"{path!r} is no file of a job's credential")
+
+    def have_room(self, folder: Path, files: Mapping[str, bytes]) -> bool:
+        """Whether no process of an earlier start of the job is left, which has another credential."""
+        return not self._users[folder] or self._files[folder] == files
+
+    @asynccontextmanager
+    async def of_job(self, folder: Path, files: Mapping[str, bytes]) -> AsyncIterator[None]:
+        """ValueError, OSError."""
+        if not self._users[folder]:
+            _make_anew(folder, files)
+            self._files[folder] = files
         self._users[folder] += 1
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            for path, data in files.items():
-                _write_private(folder / path, data)
             yield
         finally:
             self._users[folder] -= 1
             if not self._users[folder]:
-                del self._users[folder]
-                shutil.rmtree(folder, ignore_errors=True)
+                del self._users[folder], self._files[folder]
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """At once gone for the next one, and then from memory: that may take seconds."""
+    aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    with suppress(OSError):
+        folder.rename(aside)
+        threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
+
+
+def _make_anew(folder: Path, files: Mapping[str, bytes]) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ValueError(f"{folder} is another user's: remove it, or take another host memory") from None
+        if not (folder / MARK).is_file():
+            raise ValueError(
+                f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
+            ) from None
+        _remove(folder)
+        folder.mkdir(mode=0o700)
+    _write_private(folder / MARK, b"")
+    for path, data in files.items():
+        _write_private(folder / path, data)
 
 
 def _write_private(path: Path, data: bytes) -> None:
+    """A new file: nobody else has made it, and it is no link."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
 
 
-def _config_of(start: machine_pb2.ProcessStart) -> JobConfig:
+async def _config_of(start: machine_pb2.ProcessStart) -> JobConfig:
     """ValueError where the job's files, or its node, are not of this machine."""
+    path = Path(start.config)
+    shared = "output_dir has to be on storage that all machines share"
     try:
-        config = JobConfig.read(Path(start.config))
+        async with asyncio.timeout(LOST_S):
+            config = await asyncio.to_thread(_read, path)
+    except TimeoutError:
+        raise ValueError(f"the job's config {path} is not read within {LOST_S:g} s: {shared}") from None
     except OSError as error:
-        raise ValueError(
-            f"the job's config cannot be read here ({error}): output_dir has to be on storage that all machines share"
-        ) from error
+        raise ValueError(f"the job's config cannot be read here ({error}): {shared}") from error
+    job = JobFolder.of(config)
+    if path != job.config:
+        raise ValueError(f"{path} is not the config of job {config.job}, which is {job.config}")
     if start.node not in config.cluster.nodes:
         raise ValueError(f"{start.node!r} is no node of job {config.job}, which has {', '.join(config.cluster.nodes)}")
     if start.role and start.role not in set(Role):
         raise ValueError(f"{start.role!r} is no component: one of {', '.join(Role)}, or none for the fork server")
-    logs = JobFolder.of(config).root
-    if logs not in Path(start.log).parents or ".." in Path(start.log).parts:
-        raise ValueError(f"the log {start.log} is not in the job's folder {logs}")
+    if job.root not in Path(start.log).parents or ".." in Path(start.log).parts:
+        raise ValueError(f"the log {start.log} is not in the job's folder {job.root}")
     try:
         interface_of(config.cluster.address_of(NodeId(start.node)))
     except NotThisMachine as error:
         raise ValueError(f"cluster.addresses: {start.node}: {error}") from error
     return config
+
+
+def _read(path: Path) -> JobConfig:
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return JobConfig.read(path)
 
 
 def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig) -> ServiceSpec:

@@ -1,15 +1,16 @@
 """The best fixed split of an asynchronous training: what a user would tune.
 
-    value = steady seconds of the iterations but for the first and the last, to be low; of equal ones the split with the
-            most engines
-    steady = seconds * max(1, trained tokens / generated tokens)      of these iterations together
+    value = steady seconds, to be low; of equal ones the split with the most engines
+    steady = seconds * max(1, trained tokens / generated tokens)
+
+of the iterations without the first and the last `staleness`.
 
 1. A balanced training of the same lengths shows about where it lies.
 2. From there it climbs: of the neighbouring splits the fastest in a simulation, until none is faster.
 
 When an asynchronous training begins, the rollout makes several iterations at once, and the trainer uses them up
 afterwards. Meanwhile it trains more than the rollout makes: a split with too few engines looks up to 1.5 times as fast
-as it is in the long run, for as many as five iterations. When it ends, no further iteration is issued.
+as it is in the long run, for as many as five iterations. In the last `staleness` iterations no further one is issued.
 
 Invariants:
 - No neighbour of the split is faster. [test_async_training: no_neighbour_of_the_tuned_split]
@@ -30,16 +31,24 @@ from simulator.scenario import Scenario
 NUM_STEADY = 4
 """Where engines end sequences under old weights, iterations may come in turns of two lengths or four."""
 
-NUM_TUNED = 1 + NUM_STEADY + 1
-"""The iterations on which a split is tuned."""
+
+def num_ends(rules: Asynchrony) -> int:
+    """The iterations at each end of a training that do not count."""
+    return rules.staleness
+
+
+def num_tuned(rules: Asynchrony) -> int:
+    """The iterations on which a split is tuned."""
+    return NUM_STEADY + 2 * num_ends(rules)
 
 
 def steady_s(run: AsyncRun, rules: Asynchrony) -> float:
-    """The steady seconds of all iterations but the first and the last; of all where the training is strict or has only
-    these. To the ms, so that rounding decides nothing."""
-    own = slice(1, -1) if rules.staleness and len(run.iteration_s) > 2 else slice(None)
+    """The steady seconds of the iterations that count; of all where a training is too short for any. To the ms, so that
+    rounding decides nothing."""
+    ends, count = num_ends(rules), len(run.iteration_s)
+    own = slice(ends, count - ends) if count > 2 * ends else slice(None)
     trained, generated = sum(run.trained[own]), sum(run.generated[own])
-    return round(sum(run.iteration_s[own]) * max(1.0, trained / generated), 3)
+    return round(sum(run.iteration_s[own]) * max(1.0, trained / max(1, generated)), 3)
 
 
 def tuned_split(

@@ -3,8 +3,8 @@
     tokens_per_s = response tokens of the timed iterations / their (steady) seconds
 
 Each way on new weights has a fixed split of its own, tuned by `simulator.asynchrony.search` on lengths that are not
-timed. Strict ways take the same iterations one by one. An asynchronous training has an iteration more at both ends,
-and its steady seconds count.
+timed. Strict ways take the same iterations one by one. An asynchronous training has `staleness` iterations more at both
+ends, and its steady seconds count.
 
 Invariants:
 - The lengths of the timed iterations are the same for every way. [test_gains: every_way_has_the_same_tokens]
@@ -20,7 +20,7 @@ from itertools import chain, repeat
 from services.scheduler.policy.balance import Split
 from simulator.asynchrony.course import Asynchrony, OnNewWeights
 from simulator.asynchrony.run import simulate_async, sizes_of
-from simulator.asynchrony.search import NUM_STEADY, NUM_TUNED, steady_s, tuned_split
+from simulator.asynchrony.search import NUM_STEADY, num_ends, num_tuned, steady_s, tuned_split
 from simulator.best_split import BestSplit, split_seconds, tuning_seeds
 from simulator.planning.gains import MOVING, Mapped, moving_seconds
 from simulator.scenario import Scenario
@@ -29,7 +29,7 @@ from simulator.world import Unfinished
 NUM_TIMED = NUM_STEADY
 """The timed iterations. Single ones differ by 5 %."""
 MOST_STALENESS = 8
-"""Iterations may come in turns of as many lengths as the bound, and few are timed."""
+"""Our limit of the work: each step takes two more simulated iterations in every run."""
 WAYS = (OnNewWeights.ENDS_OLD, OnNewWeights.COMPUTES_CACHE)
 
 
@@ -100,10 +100,11 @@ def _strict(found: BestSplit, scenario: Scenario, seeds: Sequence[int]) -> list[
 def _way(found: BestSplit, rules: Asynchrony, seeds: Sequence[int]) -> Way:
     """The search begins at the best strict split's layout."""
     scenario = found.scenario
-    tuning = [scenario.read_lengths(seed) for seed in tuning_seeds(scenario.seed, NUM_TUNED)]
+    tuning = [scenario.read_lengths(seed) for seed in tuning_seeds(scenario.seed, num_tuned(rules))]
     split = tuned_split(scenario, rules, tuning)
     timed = [scenario.read_lengths(seed) for seed in seeds]
-    run = simulate_async(scenario, rules, [tuning[0], *timed, tuning[-1]], split=split)
+    ends = tuning[: num_ends(rules)]
+    run = simulate_async(scenario, rules, [*ends, *timed, *ends], split=split)
     num_tokens = sum(each.num_tokens for each in timed)
     return Way(rules.on_new_weights.value, _gpus(split, scenario), num_tokens / steady_s(run, rules))
 

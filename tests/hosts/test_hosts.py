@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.jobs import RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.two_machines import Lab, are_possible, link_down, linked, services_there, two_machines
+from tidegate.machines import LOST_S
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
@@ -70,16 +71,24 @@ async def test_a_job_goes_on_when_an_agent_is_killed_and_started_again(lab: Lab,
 async def test_a_job_goes_on_after_its_link_was_down(lab: Lab, want_checksum: str, seconds: int) -> None:
     async with running(lab.job(f"down{seconds}", algorithm__iterations=ITERATIONS), lab.folder) as job:
         await job.until(updated(3))
+        before = services_there()
         with link_down():
             await asyncio.sleep(seconds)
+            # Only a machine that hears nothing for longer ends them.
+            assert services_there() == (before if seconds < LOST_S else [])
         await assert_nothing_was_lost(job, want_checksum)
 
 
-async def test_an_agent_ends_what_runs_there_when_the_job_is_killed(lab: Lab) -> None:
-    async with running(lab.job("gone", algorithm__iterations=ITERATIONS), lab.folder) as job:
+async def test_an_agent_ends_what_runs_there_when_the_job_is_killed_and_it_can_be_resumed(
+    lab: Lab, want_checksum: str
+) -> None:
+    raw = lab.job("gone", algorithm__iterations=ITERATIONS)
+    async with running(raw, lab.folder) as job:
         await job.until(updated(1))
         job.process.kill()
         await job.process.wait()
     async with asyncio.timeout(30):
         while services_there():  # noqa: ASYNC110 # the ends of other namespaces' processes are no events here
             await asyncio.sleep(0.1)
+    async with running(raw, lab.folder, "--resume") as job:
+        await assert_nothing_was_lost(job, want_checksum)

@@ -55,8 +55,6 @@ _PRELOAD = (
 _MAX_RESTARTS = 5
 """The limit in a minute, and in a row for a process that fails within a minute of its start: it is given up after 8 s
 of pauses. A start waits for NATS for 15 s, so an outage of a minute is survived. A rare kill is survived."""
-_MAX_HOSTED_RESTARTS = 12
-"""Of a process on another machine, which may be away for longer: it is given up after some 17 minutes of pauses."""
 _HOSTED_STOP_S = 20.0
 """The agent gives the process ten seconds to end. A stand-in that is killed ends the call, and so the process too."""
 _TRACKER_GRACE_S = 2.0
@@ -77,7 +75,6 @@ class JobServices:
         self._supervisor = Supervisor(start_child)
         self._log = structlog.get_logger("services")
         self._started: list[str] = []
-        self._hosted: set[str] = set()
 
     def start(self) -> None:
         for spec in self.specs():
@@ -104,7 +101,8 @@ class JobServices:
     def log_of(self, name: str) -> Path:
         """The file of what a process here prints that is no log line, for example why it could not start. Of a node on
         another machine that is its stand-in."""
-        return self._attempt.logs / f"{name}{'.stand-in' if name in self._hosted else ''}.out"
+        is_here = self._config.cluster.machine_of(name.partition("@")[2]) is None
+        return self._attempt.logs / (f"{name}.out" if is_here else f"{name}.stand-in.out")
 
     async def stop(self) -> None:
         """Returns when every process, and what it forked, is gone. Skips processes that were not started."""
@@ -150,10 +148,8 @@ class JobServices:
         """The spec, or that of a stand-in where the node is on another machine."""
         if self._config.cluster.machine_of(node) is None:
             return spec
-        self._hosted.add(spec.name)
-        hosted = Hosted(self._folder.config, node, role, spec.log_path)
-        stand_in = self._spec(spec.name, hosted.command())
-        return replace(stand_in, max_restarts=_MAX_HOSTED_RESTARTS, stop_timeout_s=_HOSTED_STOP_S)
+        hosted = Hosted(self._folder.config, node, role, self._attempt.logs / f"{spec.name}.out")
+        return replace(self._spec(spec.name, hosted.command()), stop_timeout_s=_HOSTED_STOP_S)
 
     def _socket(self, node: NodeId) -> Path:
         return Path(self._config.runtime.fork_server or self._sockets / f"{_forkserver(node)}.sock")

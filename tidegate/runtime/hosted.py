@@ -3,11 +3,14 @@
     python -m tidegate.runtime.hosted --node NODE [--role ROLE] --config PATH --log PATH
 
 It asks the machine's agent to run the process, and is its stand-in here: asked to stop it asks there, it ends with the
-process's status, and with a message where the agent is gone. When it dies, the call ends, and with it the process.
+process's status, and with a message where the agent is gone. It asks an agent that does not answer again and again.
+When it dies, the call ends, and with it the process.
 
 Invariants:
 - It ends as the process does. [test_machine: ends_with_the_status_of_its_process]
 - Where the agent is gone it says so, and ends with status 1. [test_machine: an_agent_that_is_gone]
+- It waits for an agent that is not there yet, and ends for good where it is refused. [test_machine: waits_for_an_agent]
+  [test_machine: a_refusal_ends]
 """
 
 from __future__ import annotations
@@ -30,15 +33,27 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import credential_folder
-from tidegate.config.job_config import JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.sections.job import MachineSection
 from tidegate.machines import BEAT_S, LOST_S
+from tidegate.runtime.processes import ENDS_AGAIN
 from tidegate.runtime.service import stop_signal
 from tidegate.types import NodeId, Role
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _LIFE_S = 1e7
-"""Every call has a deadline. A job is shorter than four months, and this process is started again after it."""
+"""Every call has a deadline: four months. After it the stand-in is started again."""
+AGAIN_S = 2.0
+AWAY_S = 900.0
+"""How often an agent is asked that does not answer, and for how long: a machine may start anew meanwhile."""
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +88,36 @@ def stub_of(channels: Channels, machine: MachineSection, cluster: str) -> Any:
 
 
 async def run(hosted: Hosted, config: JobConfig) -> int:
-    """The exit status of the process there, negative for a signal; 1 where it could not be run."""
+    """The exit status of the process there, negative for a signal. 1 where the agent is gone, and `ENDS_AGAIN` where it
+    refuses or does not come within `AWAY_S`."""
     tls = Credentials(Path(config.cluster.machine_credentials))
     machine = config.cluster.machine_of(hosted.node)
-    assert machine is not None, "the launcher runs the nodes of no other machine itself"
-    channels = Channels(default_timeout_s=_LIFE_S, tls=tls)
+    assert machine is not None, "stand-ins are for nodes of other machines alone"
     stopping = await stop_signal()
     start = hosted.start(Path(config.runtime.host_memory_root))
-    try:
-        stub = stub_of(channels, machine, tls.identity.cluster)
-        call = stub.RunProcess(_requests(start, stopping), timeout=_LIFE_S)
-        return await _status(call)
-    except TimeoutError:
-        print(f"the agent of {machine.name} at {machine.agent} is silent for {LOST_S:g} s", file=sys.stderr)
-    except grpc.aio.AioRpcError as error:
-        print(f"the agent of {machine.name} at {machine.agent}: {error.details()}", file=sys.stderr)
-    finally:
-        await channels.close()
-    return 1
+    loop = asyncio.get_running_loop()
+    gives_up_s, is_told = loop.time() + AWAY_S, False
+    while True:
+        channels = Channels(default_timeout_s=_LIFE_S, tls=tls)
+        call = Call()
+        try:
+            stub = stub_of(channels, machine, tls.identity.cluster)
+            return await call.status(stub.RunProcess(_requests(start, stopping), timeout=_LIFE_S), hosted.log)
+        except TimeoutError:
+            why, is_final = f"silent for {LOST_S:g} s", False
+        except grpc.aio.AioRpcError as error:
+            why, is_final = str(error.details()), error.code() in _REFUSALS
+        finally:
+            await channels.close()
+        if not is_told or is_final:
+            print(f"the agent of {machine.name} at {machine.agent}: {why}", file=sys.stderr, flush=True)
+            is_told = True
+        if call.is_running:
+            return 1
+        if is_final or stopping.is_set() or loop.time() > gives_up_s:
+            return ENDS_AGAIN
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), AGAIN_S)
 
 
 async def _requests(
@@ -111,15 +138,33 @@ async def _requests(
             yield machine_pb2.RunProcessRequest(beat=machine_pb2.Beat())
 
 
-async def _status(call: Any) -> int:
-    """TimeoutError after `LOST_S` of silence. AioRpcError."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(LOST_S) as patience:
-        async for response in call:
-            patience.reschedule(loop.time() + LOST_S)
-            if response.WhichOneof("body") == "ended":
-                return int(response.ended.exit_status)
-    return 1
+class Call:
+    """One call, until the process has ended."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+
+    async def status(self, responses: Any, log: Path) -> int:
+        """TimeoutError after `LOST_S` of silence. AioRpcError."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LOST_S) as patience:
+            async for response in responses:
+                patience.reschedule(loop.time() + LOST_S)
+                body = response.WhichOneof("body")
+                self.is_running = self.is_running or body == "started"
+                if body == "ended":
+                    status = int(response.ended.exit_status)
+                    if status > 0:
+                        print(_last_line(log), file=sys.stderr)
+                    return status
+        print("the agent ended the call without a status: it had heard nothing from here", file=sys.stderr)
+        return 1
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError):
+        return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
+    return ""
 
 
 def main() -> int:
@@ -132,9 +177,9 @@ def main() -> int:
     hosted = Hosted(args.config, args.node, args.role, args.log)
     try:
         status = asyncio.run(run(hosted, JobConfig.read(hosted.config)))
-    except CertsError as error:
+    except (CertsError, ConfigError, OSError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return ENDS_AGAIN
     if status < 0:
         with suppress(OSError):  # it cannot be set for SIGKILL
             signal.signal(-status, signal.SIG_DFL)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,18 @@ from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
 from tidegate.launcher.preflight import check_machines
 from tidegate.runtime.hosted import Hosted
-from tidegate.runtime.processes import Child, ServiceSpec, started
+from tidegate.runtime.processes import ENDS_AGAIN, Child, ServiceSpec, started
 from tidegate.types import LOOPBACK, NodeId, Role
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 WAITS = "import time\nwhile True: time.sleep(60)"
-ENDS_ON_TERM = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nwhile True: time.sleep(60)"
+ENDS_ON_TERM = """
+import signal, sys, time
+signal.signal(15, lambda *_: sys.exit(7))
+print("ready", flush=True)
+while True: time.sleep(60)
+"""
+IGNORES_TERM = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\n" + WAITS
 
 
 @dataclass
@@ -42,8 +48,9 @@ class Lab:
     """A job's folder, the credentials of a cluster, and the agent of machine `b`, whose processes run `code`."""
 
     folder: Path
-    server: RpcServer
     code: str = WAITS
+    server: RpcServer = field(init=False)
+    stand_ins: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     def program(self, spec: ServiceSpec) -> Child:
         return started(replace(spec, command=(sys.executable, "-c", self.code)))
@@ -68,15 +75,34 @@ class Lab:
         job = JobFolder.of(config)
         job.root.mkdir(parents=True, exist_ok=True)
         write_private(job.config, config.to_json())
-        # Launcher and agent have one file system here.
-        own = credential_folder(Path(config.runtime.host_memory_root), Party.JOB)
+        # Launcher and agent have one file system here: the agent takes the launcher's folder for its own old one.
+        memory = Path(config.runtime.host_memory_root)
+        own = credential_folder(memory, Party.JOB)
         own.mkdir(parents=True, exist_ok=True)
+        (memory / machine.MARK).touch()
         write_private(own / CREDENTIAL, "secret")
         return Hosted(job.config, NodeId("n0"), role, job.root / "actor@n0.out")
 
+    def printed(self, config: JobConfig) -> str:
+        log = JobFolder.of(config).root / "actor@n0.out"
+        return log.read_text() if log.exists() else ""
+
+    async def serve(self, address: str = f"{LOOPBACK}:0") -> RpcServer:
+        servicer = MachineServicer(self.program, self.folder / "memory")
+        served = Service(
+            machine_pb2.DESCRIPTOR.services_by_name["Machine"],
+            lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
+        )
+        return await serve([served], address, tls=Credentials(self.folder / "node"))
+
     async def stand_in(self, config: JobConfig) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", *self.hosted(config).command())
-        return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        return await self.started(self.hosted(config))
+
+    async def started(self, hosted: Hosted) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", *hosted.command())
+        found = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        self.stand_ins.append(found)
+        return found
 
 
 @pytest.fixture
@@ -86,17 +112,16 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
     authority.issue(Identity("lab", Party.JOB, "small"), tmp_path / "job")
     (tmp_path / "memory").mkdir()
-    programs: list[Callable[[ServiceSpec], Child]] = []
-    servicer = MachineServicer(lambda spec: programs[0](spec), tmp_path / "memory")
-    served = Service(
-        machine_pb2.DESCRIPTOR.services_by_name["Machine"],
-        lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
-    )
-    server = await serve([served], f"{LOOPBACK}:0", tls=Credentials(tmp_path / "node"))
-    found = Lab(tmp_path, server)
-    programs.append(lambda spec: found.program(spec))
+    found = Lab(tmp_path)
+    found.server = await found.serve()
     yield found
-    await server.stop(grace_s=0)
+    await found.server.stop(grace_s=0)
+    for stand_in in found.stand_ins:
+        with suppress(ProcessLookupError):
+            stand_in.kill()
+        await stand_in.communicate()
+    for each in programs():
+        each.kill()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -108,7 +133,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def programs() -> list[psutil.Process]:
     """The agent runs in this process: what it started is a child of it."""
-    return [each for each in psutil.Process().children() if "-c" in each.cmdline()]
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            found += [each] if "-c" in each.cmdline() else []
+    return found
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
@@ -122,12 +151,94 @@ async def test_a_stand_in_ends_with_the_status_of_its_process(lab: Lab, code: st
 
 async def test_a_stand_in_that_is_asked_to_stop_asks_its_process(lab: Lab) -> None:
     lab.code = ENDS_ON_TERM
-    stand_in = await lab.stand_in(lab.config())
-    await until(lambda: len(programs()) == 1)
-    await until(lambda: bool(programs()[0].cmdline()) and programs()[0].status() == psutil.STATUS_SLEEPING)
+    config = lab.config()
+    stand_in = await lab.stand_in(config)
+    await until(lambda: "ready" in lab.printed(config))
     stand_in.terminate()
-    assert await stand_in.wait() in (7, -signal.SIGTERM)
+    assert await stand_in.wait() == 7
+
+
+async def test_the_last_line_of_a_process_that_failed_is_the_stand_ins(lab: Lab) -> None:
+    lab.code = "print('why it failed'); raise SystemExit(3)"
+    stand_in = await lab.stand_in(lab.config())
+    assert stand_in.stderr is not None
+    assert (await stand_in.stderr.read()).endswith(b"why it failed\n")
+
+
+async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_STOP_S", 1.0)
+    lab.code = IGNORES_TERM
+    config = lab.config()
+    first = await lab.stand_in(config)
+    await until(lambda: "ready" in lab.printed(config))
+    (before,) = programs()
+    first.kill()
+    await first.wait()
+    second = await lab.stand_in(config)
+    seen: list[int] = []
+
+    def is_another() -> bool:
+        seen.append(len(programs()))
+        return [each.pid for each in programs()] not in ([], [before.pid])
+
+    await until(is_another)
+    assert max(seen) == 1
+    second.kill()
+    await second.wait()
     await until(lambda: not programs())
+
+
+async def test_the_agent_has_the_credential_for_itself(lab: Lab) -> None:
+    config = lab.config()
+    await lab.stand_in(config)
+    await until(lambda: len(programs()) == 1)
+    memory = Path(config.runtime.host_memory_root)
+    found = credential_folder(memory, Party.JOB) / CREDENTIAL
+    assert found.read_text() == "secret"
+    modes = [path.stat().st_mode & 0o777 for path in (memory, found.parent, found)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+async def test_a_folder_of_another_user_or_of_the_launcher_is_refused(lab: Lab) -> None:
+    config = lab.config()
+    memory = Path(config.runtime.host_memory_root)
+    start = lab.hosted(config).start(memory)
+    (memory / machine.MARK).unlink()
+    with pytest.raises(grpc.aio.AioRpcError, match="is of a job that this machine started"):
+        [_ async for _ in _call(lab, start)]
+    elsewhere = lab.folder / "elsewhere"
+    _become_link(memory, elsewhere)
+    with pytest.raises(grpc.aio.AioRpcError, match="is another user's"):
+        [_ async for _ in _call(lab, start)]
+    assert os.listdir(elsewhere) == ["credentials"]
+
+
+def _become_link(path: Path, to: Path) -> None:
+    path.rename(to)
+    path.symlink_to(to)
+
+
+async def test_a_stand_in_waits_for_an_agent_that_is_not_there_yet(lab: Lab) -> None:
+    endpoint = lab.server.endpoint
+    await lab.server.stop(grace_s=0)
+    config = lab.config()
+    stand_in = await lab.stand_in(config)
+    assert stand_in.stderr is not None
+    assert b"the agent of b at" in await stand_in.stderr.readline()
+    lab.server = await lab.serve(endpoint)
+    await until(lambda: len(programs()) == 1)
+    assert stand_in.returncode is None
+
+
+async def test_a_refusal_ends_a_stand_in_for_good(lab: Lab) -> None:
+    config = lab.config()
+    hosted = lab.hosted(config)
+    (lab.folder / "memory" / "x").mkdir()
+    write_private(hosted.config, config.to_json().replace(str(lab.folder / "jobs"), str(lab.folder / "other")))
+    stand_in = await lab.started(hosted)
+    assert await stand_in.wait() == ENDS_AGAIN
+    assert stand_in.stderr is not None
+    assert b"is not the config of job small" in await stand_in.stderr.read()
 
 
 async def test_a_process_ends_with_its_call(lab: Lab) -> None:
@@ -214,9 +325,11 @@ async def test_a_folder_in_host_memory_that_is_not_the_agents_is_refused(lab: La
     config = lab.config()
     foreign = lab.folder / "memory" / f"tidegate-{os.getuid() + 1}-00"
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"host_memory_root": str(foreign)})})
+    start = lab.hosted(config).start(foreign)
+    before = sorted(foreign.iterdir())
     with pytest.raises(grpc.aio.AioRpcError, match="give it the same --host-memory-root"):
-        [_ async for _ in _call(lab, lab.hosted(config).start(foreign))]
-    assert not list(foreign.rglob("*.out"))
+        [_ async for _ in _call(lab, start)]
+    assert sorted(foreign.iterdir()) == before
 
 
 async def test_a_job_cannot_ask_an_agent(lab: Lab) -> None:

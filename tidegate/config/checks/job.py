@@ -67,6 +67,13 @@ def machine_faults(config: JobSections) -> list[str]:
         faults.append(f"cluster.machines: {', '.join(twice)} is on two of them: name it once")
     for machine in cluster.machines:
         host, _, port = machine.agent.rpartition(":")
+        agent = _ip_address(host)
+        here = [node for node, at in cluster.addresses.items() if (found := _ip_address(at)) and found.is_loopback]
+        if here and agent is not None and not agent.is_loopback:
+            faults.append(
+                f"cluster.machines: {machine.name} is at {host}, and reaches no address of loopback "
+                f"({', '.join(here)}): give cluster.addresses of a network"
+            )
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             faults.append(f"cluster.machines: {machine.name}: agent={machine.agent} is not host:port, as 10.0.0.7:7400")
         try:
@@ -79,6 +86,8 @@ def machine_faults(config: JobSections) -> list[str]:
         faults.append("cluster.machines: agents ask for a credential: set cluster.machine_credentials")
     if not config.runtime.gate_root:
         faults.append("cluster.machines: gates are on local disks: set runtime.gate_root to a folder of each machine")
+    if config.runtime.fork_server:
+        faults.append("cluster.machines: each machine starts fork servers of its own: leave runtime.fork_server out")
     if cluster.device != "cpu":
         faults.append(f"cluster.machines with cluster.device={cluster.device}: so far on cpu alone")
     embedded = [f"servers.{kind}_url" for kind in ("nats", "redis") if not getattr(config.servers, f"{kind}_url")]

@@ -104,7 +104,7 @@ class ClusterSection(_Section):
     addresses: dict[str, str] = {}  # noqa: RUF012 # pydantic copies it for each section
     """The IPv4 address of each node, on which its processes listen and others reach them. Empty: loopback."""
     machines: tuple[MachineSection, ...] = ()
-    """Other machines. Nodes of none of them run where the job is started."""
+    """Other machines. A node that none of them names runs where the job is started."""
     machine_credentials: ConfigPath = ""
     """The folder of an operator's credential, which the agents ask for, relative to the config's folder."""
     component_placement: PlacementSection

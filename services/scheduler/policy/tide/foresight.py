@@ -125,11 +125,12 @@ class Foresight:
         coarse = family(cluster, num_left, forecast.span_s)
         found = search(forecast, Plans.of(later, coarse), rounds=self.rules.rounds)
         stay_s, way_s = forecast.stays_s(num_left), way_home_s(situation, cluster, int(lent.plan.inference[0, -1]))
-        what = "every component at home"
+        what, ends_s = "every component at home", found.end_s
         if stay_s - way_s < found.end_s:
-            what = f"every component stays at home, and saves the way back of {way_s:.1f} s"
-        is_kept = not lent.end_s < min(found.end_s, stay_s - way_s) - self.rules.least_gain_s
-        return _of_two(lent, replace(found, end_s=min(found.end_s, stay_s)), what, is_other=is_kept), is_kept
+            what, ends_s = f"every component stays at home, and saves the way back of {way_s:.1f} s", stay_s - way_s
+            found = replace(found, end_s=stay_s)
+        is_kept = not lent.end_s < ends_s - self.rules.least_gain_s
+        return _of_two(lent, found, what, is_other=is_kept), is_kept
 
     def saved_by_staying_s(
         self, situation: Situation, home: Assignment, there: tuple[GpuId, ...], plan: TidePlan

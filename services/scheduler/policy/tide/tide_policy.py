@@ -91,7 +91,7 @@ class TidePolicy:
         if assigned is not before and memory.is_begun and _is_home(situation, before, there):
             # A component of an iteration that opened at home has ended.
             memory, _ = self._planned(situation, assigned, memory, there, is_move=False)
-            if self._stays(situation, before, memory, there):
+            if self._stays(situation, before, memory, there) is not None:
                 assigned = before
         if assigned is not before:
             memory = replace(memory, is_begun=memory.is_begun and assigned.trainer is not None)
@@ -257,8 +257,8 @@ class TidePolicy:
         assert memory.plan is not None, "only what is planned is carried out"
         split = _split_planned(situation, memory, len(there))
         assigned, described = seated(situation, split, before, there), _described(situation, memory)
-        if assigned != before and self._stays(situation, before, memory, there):
-            assigned, described = before, "every component stays at home: another plan would not pay for its way back"
+        if assigned != before and (saved_s := self._stays(situation, before, memory, there)) is not None:
+            assigned, described = before, _staying(saved_s, self.rules.least_gain_s)
         memory = replace(
             memory,
             is_begun=assigned.trainer is not None,
@@ -266,12 +266,15 @@ class TidePolicy:
         )
         return _chosen(situation, assigned, memory, f"{why}; {described}")
 
-    def _stays(self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]) -> bool:
-        """Whether every component is at home, and stays there: the plan and the way home after it gain too little."""
+    def _stays(
+        self, situation: Situation, before: Assignment, memory: TideMemory, there: tuple[GpuId, ...]
+    ) -> float | None:
+        """The seconds that are saved where every component stays at home. None: one is elsewhere, or the plan gains
+        enough to pay for the way home after it."""
         if memory.plan is None or not _is_home(situation, before, there):
-            return False
+            return None
         saved_s = Foresight(self.rules).saved_by_staying_s(situation, before, there, memory.plan)
-        return saved_s > -self.rules.least_gain_s
+        return saved_s if saved_s > -self.rules.least_gain_s else None
 
     def _home(self, situation: Situation, memory: TideMemory, there: tuple[GpuId, ...]) -> Choice:
         home = as_configured(situation.spec)
@@ -279,6 +282,13 @@ class TidePolicy:
             home = seated(situation, _split_of(situation), home, there)
         reason = "all minibatches are done: every component is where it is placed"
         return _chosen(situation, home, replace(memory, plan=None), reason)
+
+
+def _staying(saved_s: float, least_gain_s: float) -> str:
+    if saved_s >= 0:
+        return f"every component stays at home, which saves {saved_s:.1f} s with the way back"
+    least = f"a move must gain {least_gain_s:g} s"
+    return f"every component stays at home, which costs {-saved_s:.1f} s with the way back ({least})"
 
 
 def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | None:
@@ -291,9 +301,11 @@ def _at_home(situation: Situation, there: tuple[GpuId, ...]) -> Assignment | Non
 
 
 def _is_home(situation: Situation, assigned: Assignment, there: tuple[GpuId, ...]) -> bool:
-    """Whether every component is at home. Engines may have further GPUs."""
+    """Whether every component is at home, on GPUs that are there. Engines may have further ones."""
     home = _at_home(situation, there)
     if home is None or (assigned.trainer, assigned.inference) != (home.trainer, home.inference):
+        return False
+    if not set(there).issuperset(assigned.gpus):
         return False
     return set(assigned.engines).issuperset(as_configured(situation.spec).engines)
 

@@ -256,6 +256,28 @@ def test_where_the_way_home_costs_more_than_the_last_moves_gain_everything_stays
     assert (choice.assignment == home) is stays
 
 
+def test_a_lost_gpu_of_no_home_leaves_at_once_where_the_others_stay_at_home() -> None:
+    opened = POLICY.choose(replace(opening(median_tokens=20.0), free=SPARE))
+    assert set(SPARE) < set(opened.assignment.gpus)
+    lost = SPARE[0]
+    left = replace(
+        opened.assignment, engines=tuple(engine for engine in opened.assignment.engines if lost not in engine)
+    )
+    for num_unfinished in (0, 8):
+        situation = seen(
+            SPEC,
+            left,
+            num_unfinished=num_unfinished,
+            num_taken=4,
+            is_at_boundary=False,
+            measured=RATES,
+            remembered=after(opened),
+            now_ms=5_000,
+        )
+        situation = replace(situation, free=tuple(gpu for gpu in (*situation.free, *SPARE[1:2]) if gpu != lost))
+        assert lost not in POLICY.choose(situation).assignment.gpus
+
+
 def test_a_lost_gpu_leaves_at_once_and_the_others_stay_where_they_are() -> None:
     home = as_configured(SPEC)
     memory = Remembered(iteration=0, assignment=home, own=TideMemory(is_begun=True, num_answered=1))
