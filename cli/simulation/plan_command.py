@@ -7,6 +7,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from cli.rows import Form, table, written
@@ -24,6 +25,9 @@ from tidegate.config.files import SourcedConfig, load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.layers import is_override
 from tidegate.config.reading.origins import with_origins
+
+_LARGE = 1024
+"""Responses of an iteration. The plan of a smaller job takes less time than processes take to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,8 @@ def _answered(
 
 
 def _planned(config: JobConfig, basis: PredictionBasis, staleness: int) -> JobPlan:
-    """The plan, in as many processes as there are CPUs. A person at a terminal sees its steps, as 64 GPUs take minutes.
+    """The plan; that of a large job in as many processes as there are CPUs. A person at a terminal sees its steps:
+    64 GPUs take minutes.
 
     ConfigError, ScenarioError: as `plan_of`.
     """
@@ -97,7 +102,10 @@ def _planned(config: JobConfig, basis: PredictionBasis, staleness: int) -> JobPl
         if is_seen:
             print(f"simulating {step} ...", file=sys.stderr, flush=True)
 
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    if config.algorithm.prompts_per_iteration * config.algorithm.group_size < _LARGE:
+        return plan_of(config, basis, staleness=staleness, told=told)
+    # New interpreters: a fork would inherit whatever threads and locks this process has.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as pool:
         return plan_of(config, basis, staleness=staleness, mapped=pool.map, told=told)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_every_way_has_the_same_tokens(ahead: Ahead) -> None:
 
 
 def test_other_processes_find_the_same(found: BestSplit, own: Scenario, gains: Gains, ahead: Ahead) -> None:
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         assert gains_over(found, own, pool.map) == gains
         assert compared_ahead(found, own, 1, pool.map) == ahead
 
