@@ -75,6 +75,8 @@ def test_a_trainer_gets_numbers_of_gpus_that_copies_of_its_home_cannot_make(name
         "cluster": {"nodes": {"n0": 7}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6"}},
         "algorithm": {"prompts_per_iteration": 28, "group_size": 4, "n_minibatches": 4},
         "actor_layout": {"tp": 2},
+        # So slow a trainer is worth a way home.
+        "costs": {**SMALL["costs"], "trainer": {"rate_gpus": 8, "rate_tokens_per_s": 1_000}},
     }
     found = {}
     for layouts in ([], [{"tp": 1}]):
