@@ -126,7 +126,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Other processes' ends are no events of this one."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 # see above
             await asyncio.sleep(0.02)
 

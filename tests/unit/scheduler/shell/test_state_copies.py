@@ -59,7 +59,7 @@ async def test_a_state_that_the_store_lost_is_made_again_from_its_copy_though_ol
 
 
 async def test_a_state_that_does_not_fit_the_bus_is_not_copied_and_the_job_goes_on(tmp_path: Path) -> None:
-    async with wire_cluster(tmp_path, max_message_bytes=4096) as of:
+    async with wire_cluster(tmp_path, max_message_bytes=4608) as of:
         await of.boot()
         await of.submit()
         async with running(await of.replica()):
