@@ -54,7 +54,7 @@ NODE_COLUMNS = ("node", "state", "slots", "free", "jobs")
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `tidegate agent`."""
+    """The arguments of `tidegate agent`."""
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="an address of this machine")
     help_ = "the credential of this machine, as `tidegate certs issue node NAME` makes it"
     parser.add_argument("--credentials", type=Path, required=True, metavar="FOLDER", help=help_)

@@ -13,7 +13,7 @@ BEAT_S = 2.0
 LOST_S = 10.0
 """Who hears nothing for so long takes the other side for gone."""
 PACKAGES = ("tidegate", "torch", "megatron-core")
-"""They have the same versions on all machines of a job."""
+"""They have the same versions on all machines of a job, and its folder records them."""
 
 
 def versions() -> dict[str, str]:

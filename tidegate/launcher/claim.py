@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,10 +48,10 @@ from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
 from tidegate.lr.checkpoint import decoded, resumed
 from tidegate.lr.errors import ForeignCheckpoint, LrError
+from tidegate.machines import versions
 from tidegate.types import job_id
 
 _TOKENIZER_SUM = "tokenizer_sha256"
-_RECORDED_PACKAGES = ("tidegate", "torch", "megatron-core")
 
 
 class CannotStart(ConfigError):
@@ -384,13 +383,5 @@ def _record(start: Start, boot: int, checkpoint: FoundCheckpoint | None, tokeniz
         "host": platform.node(),
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _RECORDED_PACKAGES},
+        "packages": {name: found or None for name, found in versions().items()},
     }
-
-
-def _version(package: str) -> str | None:
-    """The package's version. None when it is used from a source tree."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
