@@ -1,7 +1,7 @@
 """In which order prompts go to engines when an iteration opens, by their hints. Pure.
 
 - `longest_first`: the longest prompts set the end of the rollout, because a response gains at most one token a step.
-- `short_between_long`: the longest prompts and some of the shortest come first, in turn. The shortest complete groups
+- `short_between_long`: the longest prompts and some of the shortest come first, mixed. The shortest complete groups
   early, and a few GPUs can train on them while most still generate. With a trainer that waits for the whole rollout
   nothing is gained over the longest first.
 
@@ -50,13 +50,17 @@ def longest_first(situation: Situation) -> tuple[int, ...]:
 
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
-    """`short_share` of the prompts are the short ones; `shorts_a_long` of these come before each of the others. Empty
-    where hints do not tell prompts apart."""
+    """`short_share` of the prompts are the short ones; `shorts_a_long` of these come before one of the others, and after
+    the next one, in turn. Empty where hints do not tell prompts apart.
+
+    Always before it, groups of half as many responses as there are engines would put all long ones on the same engines.
+    """
     longest = _by_length(situation)
     num = round(short_share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]
-    # Places on one line: the k-th short prompt stands before the (k // shorts_a_long)-th of the rest.
-    place = np.concatenate((np.arange(num) // shorts_a_long - 0.5, np.arange(rest.size)))
+    # Places on one line, where the rest stand at whole numbers.
+    beside = np.arange(num) // shorts_a_long
+    place = np.concatenate((np.where(beside % 2 == 0, beside - 0.5, beside + 0.5), np.arange(rest.size)))
     order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
     return tuple(order.tolist())
 
