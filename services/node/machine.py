@@ -30,7 +30,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,6 +64,7 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         self._memories = _JobMemories(host_memory_root)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
+        self._ending: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
         self._log = structlog.get_logger("agent")
 
@@ -82,22 +83,33 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), BEAT_S)
         self._running.add(place)
+        ran = AsyncExitStack()
+        ran.callback(self._free, place)
         try:
-            async with self._memories.of_job(memory, files):
-                supervisor = Supervisor(self._start_child)
-                try:
-                    pid = supervisor.start(spec)
-                    self._log.info("process started", job=config.job, name=spec.name, pid=pid)
-                    yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=pid))
-                    async for response in _until_ended(supervisor, spec.name, requests):
-                        yield response
-                finally:
-                    await supervisor.aclose()
-                    self._log.info("process gone", job=config.job, name=spec.name)
+            await ran.enter_async_context(self._memories.of_job(memory, files))
+            supervisor = Supervisor(self._start_child)
+            pid = supervisor.start(spec)
+            ran.callback(self._log.info, "process gone", job=config.job, name=spec.name)
+            ran.push_async_callback(supervisor.aclose)
+            self._log.info("process started", job=config.job, name=spec.name, pid=pid)
+            yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=pid))
+            async for response in _until_ended(supervisor, spec.name, requests):
+                yield response
         finally:
-            self._running.discard(place)
-            self._gone.set()
-            self._gone = asyncio.Event()
+            # In a task of its own: gRPC may cancel a call again while its process ends.
+            ending = asyncio.create_task(ran.aclose())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    def _free(self, place: tuple[Path, str]) -> None:
+        self._running.discard(place)
+        self._gone.set()
+        self._gone = asyncio.Event()
+
+    async def aclose(self) -> None:
+        """Until the processes of all calls that ended are gone."""
+        await asyncio.gather(*self._ending)
 
 
 async def _first(requests: Requests) -> machine_pb2.ProcessStart:
@@ -286,6 +298,7 @@ async def run(listen: str, tls: Credentials, host_memory_root: Path, log: Path) 
             await stopping.wait()
         finally:
             await server.stop(grace_s=STOP_GRACE_S)
+            await servicer.aclose()
     finally:
         spawner.close()
 
