@@ -50,8 +50,8 @@ def longest_first(situation: Situation) -> tuple[int, ...]:
 
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
-    """`short_share` of the prompts are the short ones; `shorts_a_long` of these come before one of the others, and after
-    the next one, in turn. Empty where hints do not tell prompts apart.
+    """`short_share` of the prompts are the short ones. `shorts_a_long` of these come before one of the others, then
+    after the next one, and so on. Empty where hints do not tell prompts apart.
 
     Always before it, groups of half as many responses as there are engines would put all long ones on the same engines.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,7 +183,8 @@ async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pyte
             assert len(running) <= 1
             if response.WhichOneof("body") == "started":
                 break
-        assert running and running != [before.pid]
+        assert running
+        assert running != [before.pid]
     await until(lambda: not programs())
 
 
@@ -355,7 +356,7 @@ async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest
 
 async def _call(
     lab: Lab, start: machine_pb2.ProcessStart, *, stays: bool = False, who: str = "operator"
-) -> AsyncIterator[machine_pb2.RunProcessResponse]:
+) -> AsyncGenerator[machine_pb2.RunProcessResponse]:
     async def requests() -> AsyncIterator[machine_pb2.RunProcessRequest]:
         yield machine_pb2.RunProcessRequest(start=start)
         if stays:
