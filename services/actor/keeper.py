@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from tidegate.elastic.trainer import ElasticTrainer
+from tidegate.runtime.free_memory import held_device_bytes
 from tidegate.runtime.worker import CallRefused
 from tidegate.v1 import workers_pb2 as wire
 
@@ -60,9 +61,8 @@ def used_bytes(device: torch.device) -> int:
 
     What torch has cached and nothing uses is given back first.
     """
-    gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(device)
+        return held_device_bytes()
+    gc.collect()
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-import torch
 
 from services.inference.scorer import LogProbs, MegatronScorer, ScorerSettings
 from services.inference.shares import limits_of
@@ -30,7 +29,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import load_job
 from tidegate.megatron.worker_rank import WorkerWorlds
-from tidegate.runtime.free_memory import return_free_memory
+from tidegate.runtime.free_memory import held_device_bytes, return_free_memory
 from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_place import take_slot
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
@@ -76,7 +75,7 @@ class ScorerWorker:
         started = wire.Started(
             memory_bytes=memory.rss - (memory.shared if start.stands_by else 0),
             detail=str(self._scorer.ranks) if self._scorer else "",
-            held_bytes=_held_bytes() if start.stands_by else 0,
+            held_bytes=held_device_bytes() if start.stands_by else 0,
         )
         return Answer(call.call_id, started)
 
@@ -129,12 +128,6 @@ class ScorerWorker:
         if self._scorer is None or not self._is_at_work:
             raise CallRefused("the scorer is not started; send StartScorer first")
         return self._scorer
-
-
-def _held_bytes() -> int:
-    """The device memory that torch has in this process, after it has given back what nothing uses. 0 on a CPU."""
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
 
 
 def _with_own_samples(

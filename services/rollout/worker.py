@@ -36,6 +36,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job
 from tidegate.megatron.family import model_parameters
+from tidegate.runtime.free_memory import held_device_bytes
 from tidegate.runtime.pacer import OnCounts, Pacer, uncounted
 from tidegate.runtime.worker import Answer, CallRefused, WorkerChannel, run_worker
 from tidegate.types import GpuId, SampleId
@@ -130,7 +131,8 @@ class EngineWorker:
         if stands_by or memory_bytes is None:
             memory = psutil.Process().memory_info()
             memory_bytes = memory.rss - memory.shared + (self._engine.server_bytes if self._engine is not None else 0)
-        return Answer(call.call_id, wire.Started(memory_bytes=memory_bytes, detail=self._name))
+        held_bytes = held_device_bytes() if stands_by else 0
+        return Answer(call.call_id, wire.Started(memory_bytes=memory_bytes, detail=self._name, held_bytes=held_bytes))
 
     def _load(self, call: wire.WorkerCall) -> Answer:
         job, engine = self._started()

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from services.rollout.embedded.engine import EmbeddedEngine
 from services.rollout.embedded.probe import REFERENCE_ROWS, probe_row_counts
 from tests.ranks import RankServer
-from tests.unit.rollout.tiny_models import TINY
+from tests.unit.rollout.tiny_models import TINY, random_weights
+from tidegate.runtime.free_memory import held_device_bytes
 
 pytestmark = pytest.mark.gpu
 TOLERANCES = {"fp32": (1e-4, 1e-5), "bf16": (0.25, 0.035)}
@@ -51,6 +53,18 @@ def test_a_sequence_is_the_same_at_any_place_in_models_of_real_widths(
     found = probe_row_counts(config, torch.device(cuda))
     print(f"{shape}: {found}")
     assert REFERENCE_ROWS in found.counts
+
+
+def test_an_engine_that_sleeps_gives_its_memory_back(cuda: str) -> None:
+    before = held_device_bytes()
+    config = replace(TINY, max_seq_len=4096)
+    engine = EmbeddedEngine(config, max_running_requests=256, device=torch.device(cuda))
+    engine.update_weights(1, random_weights(config))
+    assert held_device_bytes() > before + (64 << 20)
+
+    engine.sleep()
+
+    assert held_device_bytes() < before + (32 << 20), "what is left is of libraries"
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

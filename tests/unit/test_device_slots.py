@@ -47,7 +47,7 @@ def test_slots_of_two_nodes_never_share_a_device() -> None:
     assert first.name != second.name
 
 
-@pytest.mark.parametrize("total_gib", [16, 80, 141])
+@pytest.mark.parametrize("total_gib", [24, 80, 141])
 @pytest.mark.parametrize("num_sharing", [2, 4, 8])
 def test_contexts_and_shares_fit_into_the_device(total_gib: int, num_sharing: int) -> None:
     total_bytes = total_gib * GIB
@@ -61,10 +61,10 @@ def test_a_slot_alone_on_its_device_has_all_of_it() -> None:
     assert memory_fraction(GIB // 4, num_sharing=1) == 1.0
 
 
-def test_a_share_that_its_context_fills_is_refused_with_the_largest_number_that_fits() -> None:
-    want = "cluster.slots_per_gpu=8 gives each slot 0.8 GiB of a GPU of 6.0 GiB, and a CUDA context needs 1.0 GiB"
+def test_a_share_that_its_contexts_fill_is_refused_with_the_largest_number_that_fits() -> None:
+    want = "cluster.slots_per_gpu=8 gives each slot 1.5 GiB of a GPU of 12.0 GiB, and its CUDA contexts need 2.0 GiB"
     with pytest.raises(ValueError, match=re.escape(want)) as refusal:
-        memory_fraction(6 * GIB, num_sharing=8)
+        memory_fraction(12 * GIB, num_sharing=8)
 
     assert str(refusal.value).endswith("lower it to 5 or less")
-    assert memory_fraction(6 * GIB, num_sharing=5) > 0
+    assert memory_fraction(12 * GIB, num_sharing=5) > 0
