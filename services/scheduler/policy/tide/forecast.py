@@ -12,9 +12,10 @@ each segment:
 
    The axis u (`outlook`) runs slots / present slots as fast as steps while sequences wait. Where none waits and b is
    above the slots, all b sequences share the slots. In truth some wait, and the longest go first: such a plan ends a
-   little sooner than that.
-2. The queue. Sequences that engines hand back go to its head. Those behind them start later, by the work that the
-   sequences at the head still have; of the running groups, each ends later by the wait of its own sequences.
+   little sooner than that. With fewer slots than the outlook's a running sequence is older at the same u, and has more
+   KV tokens (`_kv_of_each`).
+2. The queue. Sequences that engines hand back go to its head. Those behind them start later, by as much as keeps the
+   tokens that are left; of the running groups, each ends later by the wait of its own sequences.
 3. Inference, and then the trainer, take the lots in order. Lot i ends at
 
        end_i = max(end_(i-1), ready_i) + w_i                          w_i: seconds of work; ready_i: when it can begin
@@ -30,6 +31,7 @@ Invariants:
 - A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
 - Engines with more sequences than slots take longer in proportion, and no more: a plan that is one engine smaller than
   another is about as good. [test_forecast: half_of_the_engines_take]
+- Engines that leave take no work with them. [test_foresight: few_engines_is_forecast_within]
 - Plans do not influence each other: each ends as it does alone. [test_foresight: the_same_alone_and_among_others]
 """
 
@@ -95,7 +97,7 @@ class Forecast:
     def _reached_s(self, u: float, num_engines: int) -> float:
         engines = np.array([float(max(1, num_engines))])
         speed = engines * self.cluster.max_running / self.left.load.num_slots
-        times = self._times(engines, np.ones(1), speed)
+        times = self._times(engines, np.ones(1), speed, np.zeros(1), np.zeros(1))
         return float(values_at(times, np.array([[u / self.left.load.step]]))[0, 0])
 
     def ends_s(self, plans: Plans) -> Floats:
@@ -148,6 +150,7 @@ class Forecast:
         at = At(
             t=np.zeros(count),
             u=np.zeros(count),
+            aged=np.zeros(count),
             engines=np.full(count, float(cluster.num_engines if cluster.num_working is None else cluster.num_working)),
             scale=np.ones(count),
             has_started=np.broadcast_to(lots.starts < 0, shape),
@@ -264,7 +267,7 @@ class Forecast:
         speed = slots / load.num_slots
         at, stall_s = self._switched(at, working, slots)
         scale = np.where(at.u < load.queue_until, speed, at.scale)
-        times = self._times(working, scale, speed)
+        times = self._times(working, scale, speed, at.u, at.aged)
         queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
         start_steps = np.where(at.has_started, 0.0, (lots.starts - at.u[:, None]) / speed[:, None])
         steps = start_steps + at.steps
@@ -288,12 +291,13 @@ class Forecast:
                 end = np.where(is_mid, over, end)
         u = np.maximum(places_of(times, end - shift) * load.step, at.u)
         queued = np.maximum(np.minimum(u, load.queue_until) - at.u, 0.0)
-        past = (queued / speed + (u - at.u - queued))[:, None]
-        has_started = at.has_started | (start_steps <= past)
-        steps = np.where(has_started, steps - past, at.steps)
+        past = queued / speed + (u - at.u - queued)
+        has_started = at.has_started | (start_steps <= past[:, None])
+        steps = np.where(has_started, steps - past[:, None], at.steps)
         return At(
             t=end,
             u=u,
+            aged=at.aged + past,
             engines=working,
             scale=scale,
             has_started=has_started,
@@ -307,19 +311,19 @@ class Forecast:
 
     def _switched(self, at: At, engines: Floats, slots: Floats) -> tuple[At, Floats]:
         """After engines left: the moment, and by plan the seconds in which the remaining `engines` compute the caches
-        of moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue; those behind
-        start later by the work that these still have."""
+        of moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
         load = self.left.load
         place = np.minimum((at.u / load.step).astype(np.int64), load.running.size - 1)
         is_running = at.u < load.last - 1e-6
         running = np.where(is_running, load.running[place] * at.scale, 0.0)
-        cached = np.where(is_running, load.kv_tokens[place] * at.scale, 0.0)
+        cached = running * self._kv_tokens[self._place_as_old(at.u, at.aged)]
         share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
         stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
         back = np.where(at.u < load.queue_until, np.maximum(running - slots, 0.0), 0.0)
         if not back.any():
             return at, stall_s
-        u = np.maximum(at.u - back * load.rest[place] / load.num_slots, 0.0)
+        # As fewer run when the queue is empty, as much more of the work is done before.
+        u = np.maximum(at.u - back * self._steps_after_queue / load.num_slots, 0.0)
         return replace(at, u=u, steps=at.steps + self._waits(at, back, slots, place)), stall_s
 
     def _waits(self, at: At, back: Floats, slots: Floats, place: Ints) -> Floats:
@@ -347,12 +351,49 @@ class Forecast:
         by_count: Floats = np.interp(counts, load.num_ended, middles)
         return by_count
 
-    def _times(self, engines: Floats, scale: Floats, speed: Floats) -> Floats:
-        """By plan: seconds from u = 0 to each point of the grid. The speed follows from the engines."""
-        first, of_plan = alike(engines.tolist(), scale.tolist())
+    @cached_property
+    def _steps_after_queue(self) -> float:
+        """The steps of a slot after the queue is empty, in the mean."""
+        load = self.left.load
+        return float(load.running[self._num_queued :].sum() * load.step / load.num_slots)
+
+    @cached_property
+    def _kv_tokens(self) -> Floats:
+        """By interval: the KV tokens of a running sequence of the outlook, in the mean."""
+        load = self.left.load
+        tokens: Floats = load.kv_tokens / np.maximum(load.running, 1.0)
+        return tokens
+
+    def _place_as_old(self, u: Floats, aged: Floats) -> Ints:
+        """The interval in which the outlook's sequences are as old."""
+        load = self.left.load
+        at_u = np.where(u < load.queue_until, np.minimum(aged, load.queue_until), u)
+        return np.minimum((at_u / load.step).astype(np.int64), load.running.size - 1)
+
+    def _kv_of_each(self, u: Floats, aged: Floats, speed: Floats) -> Floats:
+        """By plan and interval: the KV tokens of a running sequence, in the mean, where the segment begins at `u`.
+
+        While sequences wait they are between two bounds, and their mean is within a tenth of the simulator's:
+        - less than where the outlook's sequences are as old, because fewer of those that run are new;
+        - more than where those that run at the same u are as old, or have the tokens of all, because some have ended.
+          None has more than at its end.
+        """
+        load = self.left.load
+        middles = load.step * np.linspace(0.5, load.running.size - 0.5, load.running.size)
+        as_old: Floats = np.maximum(aged[:, None] + (middles - u[:, None]) / speed[:, None], middles)
+        least = self._kv_tokens[self._place_as_old(middles, as_old)]
+        most = self._kv_tokens * np.minimum(as_old / middles, np.maximum(1.0 / speed[:, None], 1.0))
+        most = np.minimum(most, self._kv_tokens + load.rest)
+        tokens: Floats = np.where(middles < load.queue_until, (least + most) / 2, self._kv_tokens)
+        return tokens
+
+    def _times(self, engines: Floats, scale: Floats, speed: Floats, u: Floats, aged: Floats) -> Floats:
+        """By plan: seconds from u = 0 to each point of the grid, where the segment begins at `u`."""
         load, cluster, decode = self.left.load, self.cluster, self.costs.decode
-        n = (scale[first] / np.maximum(engines[first], 1e-9))[:, None]
-        running, cached = load.running * n, load.kv_tokens * n
+        u, aged = np.where(u < load.queue_until, (u, aged), 0.0)
+        first, of_plan = alike(engines.tolist(), scale.tolist(), u.tolist(), aged.tolist())
+        running = load.running * (scale[first] / np.maximum(engines[first], 1e-9))[:, None]
+        cached = running * self._kv_of_each(u[first], aged[first], speed[first])
         over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
         line = (
             decode.base_s

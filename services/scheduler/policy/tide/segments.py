@@ -19,6 +19,8 @@ class At:
     """How far each plan is.
 
     t, u, engines: by plan. `engines` have sequences.
+    aged: by plan, the steps of a sequence that runs all the time. They are more than u where fewer slots than the
+      outlook's ran, or sequences went back to the queue.
     scale: by plan, the running sequences over those of the outlook.
     has_started, steps, ended_s: by plan and lot; `steps` from its start, or from now, to its end.
     inferred_s: by plan and place in the order of the ends.
@@ -28,6 +30,7 @@ class At:
 
     t: Floats
     u: Floats
+    aged: Floats
     engines: Floats
     scale: Floats
     has_started: NDArray[np.bool_]
