@@ -262,6 +262,7 @@ async def test_a_call_that_breaks_the_worker_says_why_and_the_workers_death_is_r
     with pytest.raises(WorkerGone, match="RuntimeError: this update broke the worker"):
         await replies(port, grant(), wire.WorkerCall(train=wire.Train(update_id="broken")))
     assert await node.deaths.get() == (grant(), 1)
+    assert node.reasons == ["train failed in the worker of n0/0: RuntimeError: this update broke the worker"]
     with pytest.raises(WorkerGone, match="no worker runs on n0/0"):
         await replies(port, grant(), about(""))
     assert node.deaths.empty()

@@ -49,6 +49,8 @@ class LocalWorker:
         self.process = process
         self.ends_quietly = True
         """Whether its end needs no report: it is not ready yet, or the service has asked it to stop."""
+        self.why = ""
+        """The error of which it ends, in its own words. Empty: it did not say."""
         self._log_path = log_path
         self._on_spans = on_spans
         self._ids = itertools.count(READY_CALL_ID + 1)
@@ -186,6 +188,8 @@ class LocalWorker:
         try:
             while True:
                 reply = await self._channel.receive()
+                if reply.fatal:
+                    self.why = reply.error
                 if spans := self._own(reply.spans):
                     self._on_spans(self.grant, spans)
                 if (replies := self._open.get(reply.call_id)) is not None:

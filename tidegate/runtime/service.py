@@ -249,7 +249,7 @@ class _Instance:
             home,
             gate=gate,
             launcher=launcher,
-            on_death=lambda grant, status: self._lead_host().report_death(grant, status),
+            on_death=lambda *death: self._lead_host().report_death(*death),
         )
         closing.push_async_callback(workers.aclose)
         return LocalInstance(

@@ -58,6 +58,10 @@ READY_CALL_ID = 0
 ORPHANED_STATUS = 70
 """The exit status of a worker that ended itself because its service was gone."""
 
+_MEMORY_REMEDY = (
+    "let the slot hold less by actor.micro_batch_size, actor.recompute, rollout.max_running_requests or a layout over "
+    "more GPUs"
+)
 _FIELD_OF_BODY = {
     field.message_type.full_name: field.name
     for field in wire.WorkerReply.DESCRIPTOR.oneofs_by_name["body"].fields
@@ -246,6 +250,10 @@ def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, work
 
 
 def _description(error: Exception) -> str:
+    # By name: whether torch is imported here is the component's affair.
+    if type(error).__name__ == "OutOfMemoryError":
+        what = ". ".join(str(error).split(". ")[:3])
+        return f"{what}: {_MEMORY_REMEDY}"
     return "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -40,8 +40,8 @@ from tidegate.runtime.local_worker import LocalWorker, hand_over
 from tidegate.types import LOOPBACK, GpuId, Grant
 from tidegate.v1 import workers_pb2 as wire
 
-OnDeath = Callable[[Grant, int], Awaitable[None]]
-"""(grant, exit status; negative: the signal)."""
+OnDeath = Callable[[Grant, int, str], Awaitable[None]]
+"""(grant, exit status; negative: the signal, the error in its own words or nothing)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class LocalWorkers:
             del self._workers[worker.grant.gpu]
             del self._stores[worker.grant.gpu]
         if not worker.ends_quietly:
-            await self._on_death(worker.grant, status)
+            await self._on_death(worker.grant, status, worker.why)
 
     async def _stop(self, grant: Grant) -> None:
         async with self._locks[grant.gpu]:

@@ -78,7 +78,7 @@ class RealWorkers(SuspendBench):
         worker = self.workers[node_of(GpuId(gpu))]._workers[GpuId(gpu)]
         return psutil.Process(worker.process.pid)
 
-    async def note_death(self, grant: Grant, exit_status: int) -> None:
+    async def note_death(self, grant: Grant, exit_status: int, why: str) -> None:
         self.deaths.put_nowait(grant)
 
     def is_held(self, gpu: str) -> bool:

@@ -168,7 +168,7 @@ async def real_copies(
 
     changes = Changes()
 
-    async def died(grant: Grant, status: int) -> None:
+    async def died(grant: Grant, status: int, _: str) -> None:
         deaths.append(grant.gpu)
         changes.notify()
 

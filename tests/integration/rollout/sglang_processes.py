@@ -152,7 +152,7 @@ async def server_bench(tmp_path: Path, *, standby: str = "", **algorithm: Any) -
 
 
 def _instance(bench: ServerBench, node: NodeId, folder: Path) -> RecordingInstance:
-    async def died(grant: Grant, status: int) -> None:
+    async def died(grant: Grant, status: int, _: str) -> None:
         bench.deaths[grant.gpu] = status
 
     home = WorkerHome(

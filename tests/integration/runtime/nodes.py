@@ -63,6 +63,8 @@ class Node:
         self.gate = Gate(folder / name / "gate")
         self.timeline = folder / "timeline" / f"actor@{name}.jsonl"
         self.deaths: asyncio.Queue[tuple[Grant, int]] = asyncio.Queue()
+        self.reasons: list[str] = []
+        """Of each death, what the worker said."""
         home = WorkerHome(
             works_for="demo actor",
             entry=f"{ENTRIES}:echo",
@@ -83,7 +85,8 @@ class Node:
             timeout_s=10,
         )
 
-    async def _died(self, died: Grant, exit_status: int) -> None:
+    async def _died(self, died: Grant, exit_status: int, why: str) -> None:
+        self.reasons.append(why)
         self.deaths.put_nowait((died, exit_status))
 
 

@@ -154,7 +154,7 @@ async def test_an_instance_that_can_publish_no_event_ends_with_the_remedy(
 
         monkeypatch.setattr(of.bench.bus.events, "publish", takes_nothing)
         with suppress(StreamFull):
-            await host.report_death(Grant(GpuId("n0/0"), Token(1, 1)), 9)
+            await host.report_death(Grant(GpuId("n0/0"), Token(1, 1)), 9, "")
         with pytest.raises(StreamFull, match="make room"):
             await of.running.pop()
 
@@ -176,7 +176,7 @@ async def test_the_death_of_a_worker_is_reported_once_with_its_grant_and_status(
         host = of.start()
         epoch = await of.elected()
         host.lead_for(epoch, incarnation=6)
-        await host.report_death(Grant(GpuId("n0/3"), Token(2, 9)), -9)
+        await host.report_death(Grant(GpuId("n0/3"), Token(2, 9)), -9, "no more memory")
         (failed,) = await of.bench.published("failed")
         assert failed.incarnation == 6, "of the last command that was let in"
         assert failed.failed.what == events_pb2.Failed.WHAT_WORKER
@@ -184,7 +184,7 @@ async def test_the_death_of_a_worker_is_reported_once_with_its_grant_and_status(
             ("n0/3", 2, 9)
         ]
         assert (failed.failed.exit_status, failed.failed.fatal) == (-9, False)
-        assert failed.failed.message == "worker of n0/3 ended with status -9"
+        assert failed.failed.message == "worker of n0/3 ended with status -9: no more memory"
         await of.next_beat()
         assert (await of.bench.kinds()).count("failed") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 from collections.abc import Iterator
 
@@ -128,15 +129,37 @@ def test_each_span_is_reported_once_and_names_the_work(ends: tuple[Service, Work
     assert states == ["starting", idle, "saving", idle, "publishing", idle]
 
 
-def test_a_broken_call_is_answered_as_fatal_and_ends_the_loop(ends: tuple[Service, WorkerChannel]) -> None:
+class OutOfMemoryError(RuntimeError):
+    """Of torch's name and kind."""
+
+
+MEMORY = "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has 28.00 GiB of which 1.00 MiB is free. Process 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+        (
+            OutOfMemoryError(MEMORY),
+            "CUDA out of memory. Tried .* MiB. GPU 0 has .* is free: let the slot hold less",
+        ),
+    ],
+    ids=["any error", "memory"],
+)
+def test_a_broken_call_is_answered_as_fatal_and_ends_the_loop(
+    ends: tuple[Service, WorkerChannel], error: Exception, message: str
+) -> None:
     service, worker = ends
 
     class Breaks(Silent):
         def handle(self, call: wire.WorkerCall) -> Iterator[Answer]:
-            raise ZeroDivisionError("by zero")
+            raise error
 
     calls(service, wire.WorkerCall(save=wire.Save()))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         run_worker(worker, Breaks())
-    want = [(0, True, ""), (1, True, "save failed in the worker of n0/0: ZeroDivisionError: by zero")]
-    assert answers(service) == want
+    ready, (call_id, is_fatal, said) = answers(service)
+    assert ready == (0, True, "")
+    assert (call_id, is_fatal) == (1, True)
+    assert re.match(f"save failed in the worker of n0/0: {message}", said)
