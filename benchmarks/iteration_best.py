@@ -5,6 +5,9 @@
 on the same lengths. The search begins at the schedules of `tide`, of the fastest other and of ordered phases. A policy
 that ends sooner than the search finds is the best schedule itself, so no ratio is below 1.
 
+In the cells of the fixed order a second search has orders by hints alone, as policies have. Of it is
+`best_by_hints_vs_best_other`. Its times and numbers of GPUs still know the future.
+
 The base cell is searched longest, on each of its seeds. A search elsewhere has fewer schedules. It is on two seeds of
 the cells that count apart, those of the fixed order and `WEAK`, and on one seed of the others.
 """
@@ -12,6 +15,7 @@ the cells that count apart, those of the fixed order and `WEAK`, and on one seed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +28,7 @@ EVALUATIONS_A_CELL = 60
 WEAK = ("32B", "wide groups")
 """The cells in which `tide` was slowest beside the others when the search was added."""
 BEST = "best_schedule_vs_"
+BY_HINTS = "best_by_hints_vs_best_other"
 
 
 def searched_case(cell: Cell, seeds: Sequence[int], *, is_searched: bool = True) -> dict[str, Any]:
@@ -32,13 +37,20 @@ def searched_case(cell: Cell, seeds: Sequence[int], *, is_searched: bool = True)
     case = case_of(cell, seeds, among)
     if not is_searched:
         return case
-    found = {}
+    found, found_by_hints = {}, {}
     for at, seed in enumerate(seeds[: 2 if cell.is_fixed or cell.name in WEAK else 1]):
         names = dict.fromkeys((fastest_other(case, at), "phases_ordered"))
-        found[seed] = clairvoyant_schedule(
-            cell.scenario(), seed=seed, evaluations=EVALUATIONS_A_CELL, others={name: among[name] for name in names}
+        searched = partial(
+            clairvoyant_schedule,
+            cell.scenario(),
+            seed=seed,
+            evaluations=EVALUATIONS_A_CELL,
+            others={name: among[name] for name in names},
         )
-    return case | best_schedules(case, found)
+        found[seed] = searched()
+        if cell.is_fixed:
+            found_by_hints[seed] = searched(by_hints=True).seconds
+    return case | best_schedules(case, found) | best_by_hints(case, found_by_hints)
 
 
 def fastest_other(case: Mapping[str, Any], at: int) -> str:
@@ -69,6 +81,30 @@ def best_case(case: Mapping[str, Any], found: Mapping[int, tuple[float, str]]) -
             }
         )
     return {"best_schedule_seeds": list(found), **{key: [row[key] for row in rows] for key in rows[0]}}
+
+
+def best_by_hints(case: Mapping[str, Any], found_s: Mapping[int, float]) -> dict[str, Any]:
+    """What a case has of the best schedules with orders by hints. `found_s`: their seconds by seed; none: no search."""
+    rows = []
+    for seed, seconds in found_s.items():
+        at = case["seeds"].index(seed)
+        best_s = min(seconds, *(case["by_seed_s"][name][at] for name in COMPARED))
+        rows.append((best_s, case["by_seed_s"][fastest_other(case, at)][at] / best_s))
+    if not rows:
+        return {}
+    return {"best_by_hints_seeds": list(found_s), "best_by_hints_s": [each[0] for each in rows]} | {
+        BY_HINTS: [each[1] for each in rows]
+    }
+
+
+def by_hints_figures(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The median over the cells that have such a search, and the range."""
+    searched = [case[BY_HINTS] for case in cases if BY_HINTS in case]
+    if not searched:
+        return {}
+    every = [value for values in searched for value in values]
+    name = f"{BY_HINTS}_fixed"
+    return {name: median(map(median, searched)), f"{name}_min": min(every), f"{name}_max": max(every)}
 
 
 def worst_cell_best(cases: Sequence[Mapping[str, Any]]) -> float:

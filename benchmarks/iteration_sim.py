@@ -10,7 +10,8 @@ A ratio compares runs on the same lengths:
    `_fixed` are of the cells with fixed minibatches.
 2. The cells beside the best schedule of a search that knows the lengths and pays for every switch
    (`benchmarks/iteration_best.py`): no policy can gain much more than these figures say. `best_schedule_vs_X` stands
-   beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. `X_over_clairvoyant` is of
+   beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. What a search finds whose
+   orders know hints alone is `best_by_hints_vs_best_other_fixed`. `X_over_clairvoyant` is of
    the base cell alone, and `bound_vs_X` of the bound that no schedule beats (`simulator/bound.py`).
 3. The published iteration (`published_...`), `examples/scenarios/published_64gpu.yaml`. Its costs were fitted on seeds
    0 to 9, so it runs on 10 to 19. The fit counts while `static_off_published`, `dynarl_off_published` and
@@ -32,7 +33,7 @@ from typing import Any
 from benchmarks.clairvoyant.search import Found, clairvoyant_schedule
 from benchmarks.contenders import COMPARED, SCENARIO, compared, contenders, policies, ratios
 from benchmarks.direct import simulate
-from benchmarks.iteration_best import best_schedules, searched_case, worst_cell_best
+from benchmarks.iteration_best import best_schedules, by_hints_figures, searched_case, worst_cell_best
 from benchmarks.iteration_grid import BASE, CELLS, figures_of
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
@@ -147,7 +148,7 @@ def main() -> int:
         rows[seed]["clairvoyant"] = each.result().seconds
     cases[0] |= best_schedules(cases[0], dict(zip(base_seeds, found, strict=True)))
     figures = figures_of(cases) | beside_clairvoyant(cases[0], found) | published_figures(list(rows.values()))
-    figures["best_schedule_in_worst_cell"] = worst_cell_best(cases)
+    figures |= {"best_schedule_in_worst_cell": worst_cell_best(cases), **by_hints_figures(cases)}
     figures |= costs_of_simulating(published)
     cases += [_found_case(f"base, seed {seed}", each) for seed, each in zip(base_seeds, found, strict=True)]
     for seed, row in rows.items():

@@ -78,8 +78,8 @@ def instance_of(job: JobId, node: NodeId, folder: Path, of: Bench[RolloutLead, R
     )
     gate = Gate(folder / node / "gate")
 
-    async def died(grant: Grant, status: int) -> None:
-        raise RuntimeError(f"the engine on {grant.gpu} ended with status {status}; see {folder / 'logs'}")
+    async def died(grant: Grant, status: int, why: str) -> None:
+        raise RuntimeError(f"the engine on {grant.gpu} ended with status {status} {why!r}; see {folder / 'logs'}")
 
     workers = LocalWorkers(home, gate=gate, launcher=SubprocessLauncher(allow=("benchmarks.",)), on_death=died)
     snapshots = SnapshotStore(snapshot_root(of.config, node), node=node, source=GrpcShardSource(_no_channel))

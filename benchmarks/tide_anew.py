@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.contenders import OWN, SCENARIO, ratios
 from benchmarks.direct import simulate
-from benchmarks.iteration_best import best_case, worst_cell_best
+from benchmarks.iteration_best import best_by_hints, best_case, by_hints_figures, worst_cell_best
 from benchmarks.iteration_grid import CELLS, Cell, case_from, figures_of
 from benchmarks.iteration_sim import GOALS, PUBLISHED_SEEDS
 from benchmarks.report import RESULTS, Report, arguments, publish, spread
@@ -55,7 +55,9 @@ def cell_case(cell: Cell, saved: Mapping[str, Any]) -> dict[str, Any]:
     ]
     case = case_from(cell, saved["seeds"], rows, split=saved["split"])
     best = zip(saved["best_schedule_seeds"], saved["best_schedule_s"], saved["best_schedule_from"], strict=True)
-    return case | best_case(case, {seed: (seconds, origin) for seed, seconds, origin in best})
+    by_hints = zip(saved.get("best_by_hints_seeds", ()), saved.get("best_by_hints_s", ()), strict=True)
+    found = {seed: (seconds, origin) for seed, seconds, origin in best}
+    return case | best_case(case, found) | best_by_hints(case, dict(by_hints))
 
 
 def published_case(saved: Mapping[str, Any]) -> dict[str, float]:
@@ -73,7 +75,7 @@ def main() -> int:
         grid = [pool.submit(cell_case, cell, by_name[cell.name]) for cell in cells]
         rows = [pool.submit(published_case, case) for case in published[: 1 if options.quick else None]]
     cases = [each.result() for each in grid]
-    figures = figures_of(cases) | {"best_schedule_in_worst_cell": worst_cell_best(cases)}
+    figures = figures_of(cases) | {"best_schedule_in_worst_cell": worst_cell_best(cases), **by_hints_figures(cases)}
     for key, values in _columns([ratios(row.result()) for row in rows]).items():
         figures[f"published_{key}"] = spread(values)["median"]
     goals = {key: goal for key, goal in GOALS.items() if key in figures}

@@ -63,9 +63,12 @@ class Keys:
     minibatch: NDArray[np.int64] | None = None
 
     @staticmethod
-    def of(workload: Workload) -> Keys:
+    def of(workload: Workload, *, by_hints: bool = False) -> Keys:
+        """`by_hints`: every length is the prompt's hint, as far as orders know."""
         lengths = np.array([[float(sum(turns)) for turns in row] for row in workload.lengths.turns])
         hints, sizes = np.array(workload.lengths.hints), workload.minibatch_sizes
+        if by_hints:
+            lengths = np.broadcast_to(hints[:, None], lengths.shape)
         is_fixed = workload.minibatch_order is MinibatchOrder.FIXED
         minibatch = np.repeat(np.arange(len(sizes)), sizes) if is_fixed else None
         return Keys((hints, lengths.max(axis=1), lengths.mean(axis=1)), lengths, minibatch)

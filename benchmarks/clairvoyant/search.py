@@ -67,9 +67,9 @@ class Found:
 class _Search:
     """The search for one iteration."""
 
-    def __init__(self, simulated: SimulatedIteration, scale: float) -> None:
+    def __init__(self, simulated: SimulatedIteration, scale: float, *, by_hints: bool) -> None:
         self._simulated, self._scale = simulated, scale
-        self._keys = Keys.of(simulated.workload)
+        self._keys = Keys.of(simulated.workload, by_hints=by_hints)
         self._screen = Screen(simulated)
         self._num_gpus = len(simulated.scenario.cluster.gpus())
         self._unit = replica_size(simulated.spec.placement[Role.ACTOR].layout)
@@ -201,8 +201,10 @@ def clairvoyant_schedule(
     seed: int | None = None,
     evaluations: int = 200,
     others: Mapping[str, Contender] | None = None,
+    by_hints: bool = False,
 ) -> Found:
     """The best schedule of `evaluations` runs. The search begins also at the schedules of `others`, besides tide's.
+    `by_hints`: orders know the hints alone; times and numbers of GPUs are still those that turn out best.
 
     ValueError: fewer evaluations than the search begins with. Other errors are those of `simulate`.
     """
@@ -214,7 +216,7 @@ def clairvoyant_schedule(
     runs = {name: simulate(each.scenario, each.policy, seed=seed, directly=True) for name, each in among.items()}
     own = runs["tide"]
     simulated = SimulatedIteration(scenario, own.seed)
-    search = _Search(simulated, own.iteration_s / 600.0)
+    search = _Search(simulated, own.iteration_s / 600.0, by_hints=by_hints)
     begins = [each for name, run in runs.items() for each in begins_of(run, name, simulated)]
     begins += [*search.shapes(own.iteration_s), *search.screened()]
     best = [search.run(*each) for each in begins]

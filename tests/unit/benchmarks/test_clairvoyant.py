@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clairvoyant.orders import Order
+from benchmarks.clairvoyant.orders import Keys, Order, sequences_in
 from benchmarks.clairvoyant.policy_schedules import as_schedule
 from benchmarks.clairvoyant.schedules import Schedule, run_schedule
 from benchmarks.clairvoyant.search import Found, best_candidates, clairvoyant_schedule
@@ -39,6 +39,15 @@ SMALL = parse_scenario(
 
 PUBLISHED = load_scenario(Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml")
 OTHERS = {"dynarl": Contender(SMALL, DynaRLPolicy(DynaRLRules()))}
+
+
+def test_an_order_by_hints_knows_no_length() -> None:
+    keys = Keys.of(SimulatedIteration(SMALL, 1).workload, by_hints=True)
+    assert len({sequences_in(Order(key=key, share=0.5), keys) for key in range(3)}) == 1
+    by_slack = sequences_in(Order(pace=4.0), keys)
+    for prompt in range(6):
+        members = [sequence for sequence in by_slack if sequence // 2 == prompt]
+        assert members == sorted(members)
 
 
 @pytest.mark.long

@@ -10,7 +10,16 @@ from benchmarks.clairvoyant.orders import Order
 from benchmarks.clairvoyant.schedules import Schedule
 from benchmarks.clairvoyant.search import Found
 from benchmarks.contenders import COMPARED
-from benchmarks.iteration_best import WEAK, best_schedules, fastest_other, searched_case, worst_cell_best
+from benchmarks.iteration_best import (
+    BY_HINTS,
+    WEAK,
+    best_by_hints,
+    best_schedules,
+    by_hints_figures,
+    fastest_other,
+    searched_case,
+    worst_cell_best,
+)
 from benchmarks.iteration_grid import CELLS, Cell, figures_of
 from tests.unit.benchmarks.small_iteration import SMALL
 
@@ -45,6 +54,14 @@ def test_a_policy_that_ends_sooner_than_the_search_is_the_best_schedule_of_a_cel
     assert min(got["best_schedule_vs_best_other"]) == 1.0
 
 
+def test_schedules_with_orders_by_hints_have_a_figure_of_their_own() -> None:
+    case = CASE | best_by_hints(CASE, {7: 100.0, 8: 130.0})
+    assert case["best_by_hints_s"] == [100.0, 115.0]
+    assert case[BY_HINTS] == pytest.approx([1.2, 1.0])
+    assert by_hints_figures([case, CASE])[f"{BY_HINTS}_fixed"] == pytest.approx(1.1)
+    assert by_hints_figures([CASE | best_by_hints(CASE, {})]) == {}
+
+
 def test_figures_have_the_best_schedules_beside_those_of_tide() -> None:
     cases: list[dict[str, Any]] = [
         CASE | {"tide_vs_best_other": [1.1, 0.96]} | best_schedules(CASE, {7: found(100.0)}),
@@ -67,3 +84,4 @@ def test_a_searched_case_is_never_below_a_policy(order: str) -> None:
     case = searched_case(cell, cell.seeds)
     assert case["best_schedule_seeds"] == ([1, 2] if cell.is_fixed else [1])
     assert min(case["best_schedule_vs_best_other"] + case["best_schedule_vs_tide"]) >= 1
+    assert (BY_HINTS in case) == cell.is_fixed
