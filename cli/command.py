@@ -126,7 +126,8 @@ def _run(args: argparse.Namespace) -> int:
             return job_commands.doctor(args.config, args.output_dir, form)
         case "get":
             look = partial(job_commands.get, args.what, args.jobs, output_dir, form)
-            return asyncio.run(watch(look) if args.watch else look())
+            between = "---\n" if form == "yaml" else ""
+            return asyncio.run(watch(look, between=between) if args.watch else look())
         case "describe":
             return asyncio.run(job_commands.describe(args.job, output_dir, form))
         case "events":

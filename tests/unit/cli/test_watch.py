@@ -21,7 +21,7 @@ class Over(Exception):
     pass
 
 
-def shown(pages: list[str]) -> None:
+def shown(pages: list[str], *, between: str = "") -> None:
     """Watches a command that prints these pages, one at each look."""
     left = iter(pages)
 
@@ -33,12 +33,17 @@ def shown(pages: list[str]) -> None:
         return 0
 
     with pytest.raises(Over):
-        asyncio.run(watch(look, beat_s=0.0))
+        asyncio.run(watch(look, between=between, beat_s=0.0))
 
 
 def test_what_has_not_changed_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     shown(["one job", "one job", "two jobs", "two jobs", "one job"])
     assert capsys.readouterr().out == "one job\ntwo jobs\none job\n"
+
+
+def test_documents_that_follow_each_other_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    shown(["jobs: 1", "jobs: 1", "jobs: 2", "jobs: 3"], between="---\n")
+    assert capsys.readouterr().out == "jobs: 1\n---\njobs: 2\n---\njobs: 3\n"
 
 
 def test_on_a_terminal_each_page_replaces_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
