@@ -5,8 +5,9 @@
 on the same lengths. The search begins at the schedules of `tide`, of the fastest other and of ordered phases. A policy
 that ends sooner than the search finds is the best schedule itself, so no ratio is below 1.
 
-In the cells of the fixed order a second search has orders by hints alone, as policies have. Of it is
-`best_by_hints_vs_best_other`. Its times and numbers of GPUs still know the future.
+In the cells of the fixed order a second search makes its orders from hints, as policies do. Its figure is
+`best_by_hints_vs_best_other`. It still chooses among orders, times and numbers of GPUs by what comes out, and sorts
+returned sequences by their true lengths.
 
 The base cell is searched longest, on each of its seeds. A search elsewhere has fewer schedules. It is on two seeds of
 the cells that count apart, those of the fixed order and `WEAK`, and on one seed of the others.

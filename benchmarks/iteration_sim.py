@@ -10,8 +10,8 @@ A ratio compares runs on the same lengths:
    `_fixed` are of the cells with fixed minibatches.
 2. The cells beside the best schedule of a search that knows the lengths and pays for every switch
    (`benchmarks/iteration_best.py`): no policy can gain much more than these figures say. `best_schedule_vs_X` stands
-   beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. What a search finds whose
-   orders know hints alone is `best_by_hints_vs_best_other_fixed`. `X_over_clairvoyant` is of
+   beside `tide_vs_X`, and `best_schedule_in_worst_cell` beside `worst_cell_vs_best_other`. A search that makes
+   its orders from hints gives `best_by_hints_vs_best_other_fixed`. `X_over_clairvoyant` is of
    the base cell alone, and `bound_vs_X` of the bound that no schedule beats (`simulator/bound.py`).
 3. The published iteration (`published_...`), `examples/scenarios/published_64gpu.yaml`. Its costs were fitted on seeds
    0 to 9, so it runs on 10 to 19. The fit counts while `static_off_published`, `dynarl_off_published` and

@@ -19,7 +19,8 @@ from cli.top import BEAT_S, CLEAR
 
 
 async def watch(command: Callable[[], Awaitable[int]], *, between: str = "", beat_s: float = BEAT_S) -> NoReturn:
-    """`command` prints on stdout. What it raises ends the watch. `between`: what is printed between two pages."""
+    """`command` prints on stdout. What it raises ends the watch. `between`: what is printed between two pages, but not
+    on a terminal."""
     out = sys.stdout
     begin, shown = CLEAR if out.isatty() else "", None
     while True:

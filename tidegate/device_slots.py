@@ -56,7 +56,7 @@ def num_devices(num_slots: int, *, slots_per_gpu: int) -> int:
 
 
 def memory_fraction(total_bytes: int, *, num_sharing: int) -> float:
-    """The part of a device's memory that torch may allocate for each of `num_sharing` slots. 1 for one slot.
+    """The part of a device's memory that torch may allocate in each process of `num_sharing` slots. 1 for one slot.
 
     Raises ValueError where the contexts leave none.
     """
@@ -67,6 +67,6 @@ def memory_fraction(total_bytes: int, *, num_sharing: int) -> float:
         raise ValueError(
             f"cluster.slots_per_gpu={num_sharing} gives each slot {total_bytes / num_sharing / 2**30:.1f} GiB of a GPU "
             f"of {total_bytes / 2**30:.1f} GiB, and its CUDA contexts need {CONTEXT_BYTES / 2**30:.1f} GiB: lower it "
-            f"to {max(1, total_bytes // CONTEXT_BYTES - 1)} or less"
+            f"to {max(1, -(-total_bytes // CONTEXT_BYTES) - 1)} or less"
         )
     return fraction

@@ -1,6 +1,6 @@
 """Orders in which the sequences of an iteration may begin if their lengths are known: two families of few parameters.
 
-- By levels: prompts are sorted by a key with lognormal noise, the longest first. Before each of them come
+- By levels: prompts are sorted by a key with lognormal noise, the longest first. Beside each of them come
   `shorts_a_long` of the shortest prompts. The members of a prompt are together, the longest first or as they are. The
   orders that policies make from hints are of these.
 - By slack: groups are due one after the other, the shortest first, every `pace` decode steps:
@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.scheduler.policy.opening_order import places_of_shorts
 from simulator.workload import Workload
 from tidegate.types import MinibatchOrder
 
@@ -64,7 +65,7 @@ class Keys:
 
     @staticmethod
     def of(workload: Workload, *, by_hints: bool = False) -> Keys:
-        """`by_hints`: every length is the prompt's hint, as far as orders know."""
+        """`by_hints`: orders see the prompt's hint in place of every length."""
         lengths = np.array([[float(sum(turns)) for turns in row] for row in workload.lengths.turns])
         hints, sizes = np.array(workload.lengths.hints), workload.minibatch_sizes
         if by_hints:
@@ -130,6 +131,6 @@ def _levels(key: NDArray[np.float64], share: float, shorts_a_long: float) -> NDA
     longest = np.argsort(-key, kind="stable")
     num = round(share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]
-    place = np.concatenate((np.arange(num) / shorts_a_long - 0.5, np.arange(rest.size)))
+    place = np.concatenate((places_of_shorts(num, shorts_a_long), np.arange(rest.size)))
     order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
     return np.argsort(order, kind="stable")

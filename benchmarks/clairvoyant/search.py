@@ -204,7 +204,7 @@ def clairvoyant_schedule(
     by_hints: bool = False,
 ) -> Found:
     """The best schedule of `evaluations` runs. The search begins also at the schedules of `others`, besides tide's.
-    `by_hints`: orders know the hints alone; times and numbers of GPUs are still those that turn out best.
+    `by_hints`: orders are made from hints alone, and are still those that turn out best.
 
     ValueError: fewer evaluations than the search begins with. Other errors are those of `simulate`.
     """

@@ -70,12 +70,14 @@ class ScorerWorker:
         self._is_at_work = not start.stands_by
         if start.stands_by and self._scorer is not None:
             self._scorer.rest()
+        held_bytes = held_device_bytes() if start.stands_by else 0
+        if start.stands_by and self._scorer is not None:
             return_free_memory()
         memory = psutil.Process().memory_info()
         started = wire.Started(
             memory_bytes=memory.rss - (memory.shared if start.stands_by else 0),
             detail=str(self._scorer.ranks) if self._scorer else "",
-            held_bytes=held_device_bytes() if start.stands_by else 0,
+            held_bytes=held_bytes,
         )
         return Answer(call.call_id, started)
 

@@ -11,6 +11,7 @@ Invariants:
 - A process lives as long as the call that started it. [test_machine: ends_with_its_call]
 - Who calls and is silent for `LOST_S` is gone. [test_machine: a_silent_caller]
 - A process of an instance starts when the one before it is gone. [test_machine: waits_for_the_one_before]
+  [test_machine: cancelled_again_and_again]
 - Nothing is written but the job's credential in host memory, and the log. [test_machine: nothing_is_written_outside]
 - Nobody else reads the credential. [test_machine: of_another_user] [test_machine: has_the_credential_for_itself]
 - A request that cannot run here is refused with the reason, and leaves nothing. [test_machine: what_cannot_run_here]
@@ -109,7 +110,8 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def aclose(self) -> None:
         """Until the processes of all calls that ended are gone."""
-        await asyncio.gather(*self._ending)
+        while self._ending:
+            await asyncio.wait(self._ending)
 
 
 async def _first(requests: Requests) -> machine_pb2.ProcessStart:

@@ -128,10 +128,10 @@ class EngineWorker:
             # Refuse the call, so that the lead ends the job. Send only the first line: it names the log with the rest.
             raise CallRefused(str(error).partition("\n")[0]) from error
         self._is_asleep = stands_by
+        held_bytes = held_device_bytes() if stands_by else 0
         if stands_by or memory_bytes is None:
             memory = psutil.Process().memory_info()
             memory_bytes = memory.rss - memory.shared + (self._engine.server_bytes if self._engine is not None else 0)
-        held_bytes = held_device_bytes() if stands_by else 0
         return Answer(call.call_id, wire.Started(memory_bytes=memory_bytes, detail=self._name, held_bytes=held_bytes))
 
     def _load(self, call: wire.WorkerCall) -> Answer:

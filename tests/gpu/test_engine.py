@@ -56,15 +56,16 @@ def test_a_sequence_is_the_same_at_any_place_in_models_of_real_widths(
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back(cuda: str) -> None:
-    before = held_device_bytes()
     config = replace(TINY, max_seq_len=4096)
+    probe_row_counts(config, torch.device(cuda))  # libraries take their workspaces once
+    before = held_device_bytes()
     engine = EmbeddedEngine(config, max_running_requests=256, device=torch.device(cuda))
     engine.update_weights(1, random_weights(config))
     assert held_device_bytes() > before + (64 << 20)
 
     engine.sleep()
 
-    assert held_device_bytes() < before + (32 << 20), "what is left is of libraries"
+    assert held_device_bytes() <= before
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

@@ -61,6 +61,13 @@ def test_a_slot_alone_on_its_device_has_all_of_it() -> None:
     assert memory_fraction(GIB // 4, num_sharing=1) == 1.0
 
 
+@pytest.mark.parametrize(("total_gib", "largest"), [(12, 5), (13, 6), (16, 7)])
+def test_the_largest_number_that_fits_is_named(total_gib: int, largest: int) -> None:
+    with pytest.raises(ValueError, match=f"lower it to {largest} or less"):
+        memory_fraction(total_gib * GIB, num_sharing=8)
+    assert memory_fraction(total_gib * GIB, num_sharing=largest) > 0
+
+
 def test_a_share_that_its_contexts_fill_is_refused_with_the_largest_number_that_fits() -> None:
     want = "cluster.slots_per_gpu=8 gives each slot 1.5 GiB of a GPU of 12.0 GiB, and its CUDA contexts need 2.0 GiB"
     with pytest.raises(ValueError, match=re.escape(want)) as refusal:

@@ -129,7 +129,7 @@ class ComponentHost:
     async def report_death(self, grant: Grant, exit_status: int, why: str) -> None:
         """Reports the death of one of this instance's workers. `why`: in its own words, if it said."""
         message = f"worker of {grant.gpu} ended with status {exit_status}" + (f": {why}" if why else "")
-        self._log.warning("worker died", gpu=grant.gpu, exit_status=exit_status)
+        self._log.warning("worker died", gpu=grant.gpu, exit_status=exit_status, why=why)
         await self._publish(
             events_pb2.Failed(
                 what=events_pb2.Failed.WHAT_WORKER,

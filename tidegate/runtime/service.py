@@ -249,7 +249,7 @@ class _Instance:
             home,
             gate=gate,
             launcher=launcher,
-            on_death=lambda *death: self._lead_host().report_death(*death),
+            on_death=lambda grant, status, why: self._lead_host().report_death(grant, status, why),
         )
         closing.push_async_callback(workers.aclose)
         return LocalInstance(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import threading
@@ -60,7 +61,7 @@ ORPHANED_STATUS = 70
 
 _MEMORY_REMEDY = (
     "let the slot hold less by actor.micro_batch_size, actor.recompute, rollout.max_running_requests or a layout over "
-    "more GPUs"
+    "more GPUs, or lower cluster.slots_per_gpu"
 )
 _FIELD_OF_BODY = {
     field.message_type.full_name: field.name
@@ -252,7 +253,9 @@ def _serve(channel: WorkerChannel, handler: Handler, call: wire.WorkerCall, work
 def _description(error: Exception) -> str:
     # By name: whether torch is imported here is the component's affair.
     if type(error).__name__ == "OutOfMemoryError":
-        what = ". ".join(str(error).split(". ")[:3])
+        said = str(error)
+        limit = re.search(r"[\d.]+ \w+ allowed", said)
+        what = ". ".join(said.split(". ")[:3]) + (f", {limit.group()} in a process" if limit else "")
         return f"{what}: {_MEMORY_REMEDY}"
     return "".join(traceback.format_exception_only(error)).strip()
 

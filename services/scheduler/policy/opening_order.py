@@ -27,7 +27,7 @@ import numpy as np
 
 from services.scheduler.policy.lengths_law import prior, variance_of_hints
 from services.scheduler.policy.situation import Situation, minibatch_of
-from services.scheduler.state.observed import Ints
+from services.scheduler.state.observed import Floats, Ints
 from tidegate.types import PromptOrder
 
 SHORT_SHARE = 0.25
@@ -50,19 +50,25 @@ def longest_first(situation: Situation) -> tuple[int, ...]:
 
 
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
-    """`short_share` of the prompts are the short ones. `shorts_a_long` of these come before one of the others, then
-    after the next one, and so on. Empty where hints do not tell prompts apart.
-
-    Always before it, groups of half as many responses as there are engines would put all long ones on the same engines.
-    """
+    """`short_share` of the prompts are the short ones. `shorts_a_long` of these come beside each of the others. Empty
+    where hints do not tell prompts apart."""
     longest = _by_length(situation)
     num = round(short_share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]
-    # Places on one line, where the rest stand at whole numbers.
-    beside = np.arange(num) // shorts_a_long
-    place = np.concatenate((np.where(beside % 2 == 0, beside - 0.5, beside + 0.5), np.arange(rest.size)))
+    place = np.concatenate((places_of_shorts(num, shorts_a_long), np.arange(rest.size)))
     order = np.concatenate((short, rest))[np.argsort(place, kind="stable")]
     return tuple(order.tolist())
+
+
+def places_of_shorts(num: int, shorts_a_long: float) -> Floats:
+    """The places of `num` short prompts on a line, where the others stand at 0, 1, 2, ...
+
+    They come before or after a long one by the sequence of Thue and Morse, which has no period. With one, as always
+    before it, groups whose responses are a share of the engines put all long ones on the same engines.
+    """
+    beside = np.floor(np.arange(num) / shorts_a_long)
+    is_after = np.array([int(each).bit_count() % 2 for each in beside], dtype=np.bool_)
+    return beside + np.where(is_after, 0.5, -0.5)
 
 
 def by_minibatch(situation: Situation) -> tuple[int, ...]:

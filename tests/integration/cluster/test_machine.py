@@ -188,6 +188,35 @@ async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pyte
     await until(lambda: not programs())
 
 
+async def test_a_call_that_is_cancelled_again_and_again_keeps_its_place_until_its_process_is_gone(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_STOP_S", 1.0)
+    lab.code = IGNORES_TERM
+    config = lab.config()
+    start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
+    servicer = MachineServicer(lab.program, lab.folder / "memory")
+
+    async def bodies() -> AsyncGenerator[str | None]:
+        async for response in servicer.RunProcess(requests(start, stays=True), None):
+            yield response.WhichOneof("body")
+
+    async def listen() -> None:
+        async for _ in bodies():
+            pass
+
+    call = asyncio.create_task(listen())
+    await until(lambda: "ready" in lab.printed(config))
+    while not call.done():
+        call.cancel()
+        await asyncio.sleep(0)
+    assert len(programs()) == 1
+    async with aclosing(bodies()) as second:
+        assert await anext(second) == "beat"
+    await servicer.aclose()
+    assert not programs()
+
+
 async def test_the_agent_has_the_credential_for_itself(lab: Lab) -> None:
     config = lab.config()
     await lab.stand_in(config)
@@ -354,18 +383,19 @@ async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest
         await check_machines(other.cluster)
 
 
+async def requests(start: machine_pb2.ProcessStart, *, stays: bool) -> AsyncIterator[machine_pb2.RunProcessRequest]:
+    yield machine_pb2.RunProcessRequest(start=start)
+    if stays:
+        await asyncio.Event().wait()
+
+
 async def _call(
     lab: Lab, start: machine_pb2.ProcessStart, *, stays: bool = False, who: str = "operator"
 ) -> AsyncGenerator[machine_pb2.RunProcessResponse]:
-    async def requests() -> AsyncIterator[machine_pb2.RunProcessRequest]:
-        yield machine_pb2.RunProcessRequest(start=start)
-        if stays:
-            await asyncio.Event().wait()
-
     channels = Channels(default_timeout_s=30, tls=Credentials(lab.folder / who))
     stub: Any = machine_pb2_grpc.MachineStub(channels.connect(lab.server.endpoint, Identity("lab", Party.NODE, "b")))
     try:
-        async for response in stub.RunProcess(requests(), timeout=30):
+        async for response in stub.RunProcess(requests(start, stays=stays), timeout=30):
             yield response
     finally:
         await channels.close()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout import worker
 from services.scheduler.shell.codecs.observed_codec import generation_of
 from services.scheduler.state.observed import QUEUED, Generation
 from tests.component_bench import NODES
@@ -126,21 +125,6 @@ async def test_a_new_lead_loads_an_engine_that_the_lead_before_it_put_to_rest(
         assert await responses(of) == want
         assert engines.sent(FIRST)
         assert engines.sent(SECOND)
-
-
-async def test_an_engine_at_rest_tells_the_device_memory_that_it_still_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "held_device_bytes", lambda: 5)
-    engines = RealEngines()
-    async with real_rollout(tmp_path, engines) as of:
-        of.new_lead().take(of.scale_up(weights=published_weights(of, 0)))
-        await of.published("layout_committed")
-        for stands_by, held_bytes in ((True, 5), (False, 0)):
-            start = wire.StartEngine(config_json=of.config.to_json(), stands_by=stands_by)
-            (answer,) = engines.of[FIRST].worker.handle(wire.WorkerCall(call_id=1, start_engine=start))
-            assert isinstance(answer.body, wire.Started)
-            assert answer.body.held_bytes == held_bytes
 
 
 async def test_a_sequence_moves_again_and_a_death_on_the_way_costs_only_the_tokens_since_the_last_move(

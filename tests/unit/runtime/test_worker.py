@@ -133,7 +133,10 @@ class OutOfMemoryError(RuntimeError):
     """Of torch's name and kind."""
 
 
-MEMORY = "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has 28.00 GiB of which 1.00 MiB is free. Process 1"
+MEMORY = (
+    "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 27.94 GiB is free. "
+    "Process 1302 has 3.45 GiB memory in use. 16.48 GiB allowed; Of the allocated memory 16.26 GiB is allocated by PyTorch."
+)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ MEMORY = "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has 28.00 GiB o
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
         (
             OutOfMemoryError(MEMORY),
-            "CUDA out of memory. Tried .* MiB. GPU 0 has .* is free: let the slot hold less",
+            "CUDA out of memory. .* 27.94 GiB is free, 16.48 GiB allowed in a process: let the slot hold less",
         ),
     ],
     ids=["any error", "memory"],

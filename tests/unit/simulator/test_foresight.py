@@ -75,16 +75,16 @@ def forecast(
 @pytest.mark.parametrize("name", PLANS)
 def test_the_end_is_forecast_within_five_percent_from_the_start(name: str) -> None:
     """It is 0.7 to 4.4 % late over the seeds 0 to 4."""
-    found_s, want_s = ends_s(PUBLISHED, name)
+    found_s, want_s = ends_s(PUBLISHED, PLANS[name])
     assert found_s == pytest.approx(want_s, rel=0.05)
 
 
 @pytest.mark.parametrize("name", effort.cases(PLANS, always=["later"]))
 def test_the_end_of_a_trainer_that_does_not_stream_is_forecast_late_and_by_little(name: str) -> None:
     """It also gets the GPUs of an ended rollout while it waits for its last minibatch, so its forecast is late."""
-    found_s, want_s = ends_s(of(streams=False), name)
+    found_s, want_s = ends_s(of(streams=False), PLANS[name])
     assert want_s <= found_s <= want_s * (1 + MOST_LATE[name])
-    assert want_s > 1.1 * ends_s(PUBLISHED, name)[1]
+    assert want_s > 1.1 * ends_s(PUBLISHED, PLANS[name])[1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -102,33 +102,26 @@ def test_the_end_of_an_iteration_that_stays_at_home_is_forecast_within_two_perce
     assert without_trainer.stays_s(3) == math.inf
 
 
-def ends_s(scenario: Scenario, name: str) -> tuple[float, float]:
+def ends_s(
+    scenario: Scenario, plan: tuple[float, tuple[int, ...], tuple[int, ...]], *, seed: int = 1
+) -> tuple[float, float]:
     """The forecast end of a plan, and the one that the simulator finds."""
-    start_s, trainer, inference = PLANS[name]
-    situation, simulated = opened(scenario, 1)
+    start_s, trainer, inference = plan
+    situation, simulated = opened(scenario, seed)
     order = short_between_long(situation, 0.25)
-    plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
-    (found,) = forecast(situation, simulated, order).ends_s(plan)
-    world = run_schedule(simulated, Schedule(start_s, trainer, inference, _members(situation, order)))
-    return float(found), world.now_s - SYNC_S
-
-
-def _members(situation: Situation, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The sequences in the order of their prompts."""
     size = situation.spec.group_size
-    return tuple(prompt * size + member for prompt in order for member in range(size))
+    members = tuple(prompt * size + member for prompt in order for member in range(size))
+    plans = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
+    (found,) = forecast(situation, simulated, order).ends_s(plans)
+    world = run_schedule(simulated, Schedule(start_s, trainer, inference, members))
+    return float(found), world.now_s - simulated.costs.sync.sync_s
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_early_plan_that_leaves_the_rollout_few_engines_is_forecast_within_five_percent(seed: int) -> None:
     """On the roofline's law a step takes longer the more KV tokens there are. It is 1 to 3 % late."""
-    start_s, trainer, inference = 26.0, (28, 40, 44, 44), (10, 10, 10, 10)
-    situation, simulated = opened(load_scenario(ROOFLINE), seed)
-    order = short_between_long(situation, 0.25)
-    plan = Plans(np.array([start_s]), np.array([trainer]), np.array([inference]))
-    (found_s,) = forecast(situation, simulated, order).ends_s(plan)
-    world = run_schedule(simulated, Schedule(start_s, trainer, inference, _members(situation, order)))
-    assert found_s == pytest.approx(world.now_s - simulated.costs.sync.sync_s, rel=0.05)
+    found_s, want_s = ends_s(load_scenario(ROOFLINE), (26.0, (28, 40, 44, 44), (10, 10, 10, 10)), seed=seed)
+    assert found_s == pytest.approx(want_s, rel=0.05)
 
 
 def test_the_forecast_of_a_plan_is_the_same_alone_and_among_others() -> None:

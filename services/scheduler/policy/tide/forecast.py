@@ -310,21 +310,25 @@ class Forecast:
         )
 
     def _switched(self, at: At, engines: Floats, slots: Floats) -> tuple[At, Floats]:
-        """After engines left: the moment, and by plan the seconds in which the remaining `engines` compute the caches
-        of moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
+        """After a switch: the moment, and by plan the seconds in which the remaining `engines` compute the caches of
+        moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
         load = self.left.load
-        place = np.minimum((at.u / load.step).astype(np.int64), load.running.size - 1)
+        place = self._interval(at.u)
         is_running = at.u < load.last - 1e-6
         running = np.where(is_running, load.running[place] * at.scale, 0.0)
-        cached = running * self._kv_tokens[self._place_as_old(at.u, at.aged)]
+        had = np.maximum(at.engines, 1e-9) * self.cluster.max_running / load.num_slots
+        cached = running * self._kv_of_each(at.u[:, None], at.aged[:, None], had)[:, 0]
         share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
         stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
-        back = np.where(at.u < load.queue_until, np.maximum(running - slots, 0.0), 0.0)
-        if not back.any():
+        waits = at.u < load.queue_until
+        # The fewer run when the queue is empty, the more of the work is done before.
+        more = np.where(waits, slots - at.scale * load.num_slots, 0.0)
+        if not more.any():
             return at, stall_s
-        # As fewer run when the queue is empty, as much more of the work is done before.
-        u = np.maximum(at.u - back * self._steps_after_queue / load.num_slots, 0.0)
-        return replace(at, u=u, steps=at.steps + self._waits(at, back, slots, place)), stall_s
+        moved = np.clip(at.u + more * self._steps_after_queue / load.num_slots, 0.0, load.queue_until)
+        back = np.where(waits, np.maximum(running - slots, 0.0), 0.0)
+        steps = at.steps + self._waits(at, back, slots, place) if back.any() else at.steps
+        return replace(at, u=np.where(waits, moved, at.u), steps=steps), stall_s
 
     def _waits(self, at: At, back: Floats, slots: Floats, place: Ints) -> Floats:
         """By plan and lot: the steps by which sequences that are back in the queue delay a lot that has started.
@@ -364,36 +368,37 @@ class Forecast:
         tokens: Floats = load.kv_tokens / np.maximum(load.running, 1.0)
         return tokens
 
-    def _place_as_old(self, u: Floats, aged: Floats) -> Ints:
-        """The interval in which the outlook's sequences are as old."""
+    def _interval(self, u: Floats) -> Ints:
         load = self.left.load
-        at_u = np.where(u < load.queue_until, np.minimum(aged, load.queue_until), u)
-        return np.minimum((at_u / load.step).astype(np.int64), load.running.size - 1)
+        return np.minimum((u / load.step).astype(np.int64), load.running.size - 1)
 
     def _kv_of_each(self, u: Floats, aged: Floats, speed: Floats) -> Floats:
-        """By plan and interval: the KV tokens of a running sequence, in the mean, where the segment begins at `u`.
+        """By plan and point u: the KV tokens of a running sequence, in the mean. `aged`: the steps of one that runs all
+        the time.
 
-        While sequences wait they are between two bounds, and their mean is within a tenth of the simulator's:
-        - less than where the outlook's sequences are as old, because fewer of those that run are new;
-        - more than where those that run at the same u are as old, or have the tokens of all, because some have ended.
-          None has more than at its end.
+        While sequences wait they are between two bounds, and the mean of these is within a tenth of the simulator's:
+        - more than where the outlook's sequences are as old, because fewer of those that run are new;
+        - less than if those that run at the same u were as old, or had the tokens of all, because some have ended. None
+          has more than at its end.
         """
-        load = self.left.load
-        middles = load.step * np.linspace(0.5, load.running.size - 0.5, load.running.size)
-        as_old: Floats = np.maximum(aged[:, None] + (middles - u[:, None]) / speed[:, None], middles)
-        least = self._kv_tokens[self._place_as_old(middles, as_old)]
-        most = self._kv_tokens * np.minimum(as_old / middles, np.maximum(1.0 / speed[:, None], 1.0))
-        most = np.minimum(most, self._kv_tokens + load.rest)
-        tokens: Floats = np.where(middles < load.queue_until, (least + most) / 2, self._kv_tokens)
+        load, here = self.left.load, self._interval(u)
+        as_old, at_u = np.maximum(aged, u), self._kv_tokens[here]
+        least = self._kv_tokens[self._interval(np.minimum(as_old, load.queue_until))]
+        most = at_u * np.minimum(as_old / np.maximum(u, 1e-9), np.maximum(1.0 / speed[:, None], 1.0))
+        most = np.minimum(most, at_u + load.rest[here])
+        tokens: Floats = np.where(u < load.queue_until, (least + most) / 2, at_u)
         return tokens
 
     def _times(self, engines: Floats, scale: Floats, speed: Floats, u: Floats, aged: Floats) -> Floats:
-        """By plan: seconds from u = 0 to each point of the grid, where the segment begins at `u`."""
+        """By plan: seconds from u = 0 to each point of the grid, where the segment begins at `u`. `speed` follows from
+        the engines."""
         load, cluster, decode = self.left.load, self.cluster, self.costs.decode
         u, aged = np.where(u < load.queue_until, (u, aged), 0.0)
         first, of_plan = alike(engines.tolist(), scale.tolist(), u.tolist(), aged.tolist())
         running = load.running * (scale[first] / np.maximum(engines[first], 1e-9))[:, None]
-        cached = running * self._kv_of_each(u[first], aged[first], speed[first])
+        middles = load.step * np.linspace(0.5, load.running.size - 0.5, load.running.size)[None, :]
+        since = (middles - u[first, None]) / speed[first, None]
+        cached = running * self._kv_of_each(middles, aged[first, None] + since, speed[first])
         over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
         line = (
             decode.base_s

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.scheduler.policy import Policy
-from services.scheduler.policy.opening_order import SHORT_SHARE, longest_first, opening_order, short_between_long
+from services.scheduler.policy.opening_order import (
+    SHORT_SHARE,
+    longest_first,
+    opening_order,
+    places_of_shorts,
+    short_between_long,
+)
 from services.scheduler.policy.phases import PhasesPolicy
 from services.scheduler.policy.registry import policy_of
 from services.scheduler.policy.rlinf import RLinfPolicy, RLinfRules
@@ -54,6 +61,16 @@ def test_without_useful_hints_there_is_no_order() -> None:
     for situation in (hinted(()), replace(vague, lengths=law)):
         assert not short_between_long(situation, 0.25)
         assert not longest_first(situation)
+
+
+@pytest.mark.parametrize("groups_at_once", [2, 4, 8, 16])
+def test_dealt_to_engines_in_turn_no_engine_gets_the_long_prompts_alone(groups_at_once: int) -> None:
+    """So many groups have as many responses as there are engines: each place in this row is the same engines'."""
+    num = 512
+    is_short = np.argsort(np.concatenate((places_of_shorts(num, 1), np.arange(num))), kind="stable") < num
+    by_place = is_short.reshape(-1, groups_at_once).mean(axis=0)
+    assert by_place.min() >= 0.4
+    assert by_place.max() <= 0.6
 
 
 def test_prompts_of_the_same_length_keep_their_order() -> None:
