@@ -134,8 +134,8 @@ class OutOfMemoryError(RuntimeError):
 
 
 MEMORY = (
-    "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 27.94 GiB is free. "
-    "Process 1302 has 3.45 GiB memory in use. 16.48 GiB allowed; Of the allocated memory 16.26 GiB is allocated by PyTorch."
+    "CUDA out of memory. Tried to allocate 30.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 27.94 GiB is "
+    "free. Process 1302 has 3.45 GiB memory in use. 16.48 GiB allowed; Of the allocated memory 16.26 GiB is allocated."
 )
 
 
