@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
@@ -88,12 +88,18 @@ def listeners() -> Finding:
                 continue
             num_found += 1
             open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-            beyond |= {f"{at.ip}:{at.port} (pid {process.pid})" for at in open_at if not ip_address(at.ip).is_loopback}
+            beyond |= {f"{at.ip}:{at.port} (pid {process.pid})" for at in open_at if not _is_loopback(at.ip)}
     if beyond:
         remedy = "end these processes, or keep the network to those whom you trust: see docs/security.md"
         return Finding("listeners", Health.WARN, f"beyond loopback: {', '.join(sorted(beyond))}", remedy)
     found = f"{num_found} processes of Tidegate, all on loopback" if num_found else "no process of Tidegate runs"
     return Finding("listeners", Health.OK, found)
+
+
+def _is_loopback(address: str) -> bool:
+    """An IPv4 address that a socket of IPv6 listens on counts as that address."""
+    found = ip_address(address)
+    return ((isinstance(found, IPv6Address) and found.ipv4_mapped) or found).is_loopback
 
 
 def _is_ours(command: Sequence[str], servers: Collection[str]) -> bool:

@@ -33,7 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dynarl": {"scheduler__policy": "dynarl"},
     # Its forecasts are of modelled slots: what it finds worth a move does not depend on this machine's load.
     "tide": {
-        "cluster__pace": {"time_scale": 0.005, "tokens_per_token": 512, "responses_per_response": 8},
+        "cluster__pace": {"time_scale": 0.003, "tokens_per_token": 1024, "responses_per_response": 8},
         "scheduler__policy": "tide",
         "scheduler__tide__least_gain_s": 0.0,
         "scheduler__tide__lead_s": 0.0,

@@ -38,7 +38,7 @@ LIVED = ("deaths", "moves")
 FAULTS: dict[str, dict[str, object]] = {
     "rlinf": {"at_s": 6, "kind": "gpu", "gpu": 6, "back_after_s": 1},
     "dynarl": {"at_s": 6, "kind": "engine", "engine": 1},
-    "tide": {"at_s": 60, "kind": "gpu", "gpu": 0, "back_after_s": 2},
+    "tide": {"at_s": 62.5, "kind": "gpu", "gpu": 0, "back_after_s": 2},
     "tide_at_home": {"at_s": 4, "kind": "gpu", "gpu": 0, "back_after_s": 2},
 }
 """The faults of simulated iterations, by history: an inference's GPU, an engine, a GPU on its way to the trainer, and a

@@ -42,10 +42,16 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("host", "health", "words"),
-    [("127.0.0.1", Health.OK, "all on loopback"), ("0.0.0.0", Health.WARN, "beyond loopback: 0.0.0.0:")],
+    [
+        ("127.0.0.1", Health.OK, "all on loopback"),
+        ("::ffff:127.0.0.1", Health.OK, "all on loopback"),
+        ("0.0.0.0", Health.WARN, "beyond loopback: 0.0.0.0:"),
+    ],
 )
 def test_a_process_of_tidegate_that_listens_beyond_loopback_is_found(host: str, health: Health, words: str) -> None:
-    listens = "import socket, sys; s = socket.create_server((sys.argv[1], 0)); print(flush=True); sys.stdin.read()"
+    family = "AF_INET6" if ":" in host else "AF_INET"
+    socket = f"s = socket.socket(socket.{family}); s.bind((sys.argv[1], 0)); s.listen()"
+    listens = f"import socket, sys; {socket}; print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", listens, host, "services.of-a-test"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
