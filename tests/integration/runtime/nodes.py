@@ -64,7 +64,7 @@ class Node:
         self.timeline = folder / "timeline" / f"actor@{name}.jsonl"
         self.deaths: asyncio.Queue[tuple[Grant, int]] = asyncio.Queue()
         self.reasons: list[str] = []
-        """Of each death, what the worker said."""
+        """What the worker said, by death."""
         home = WorkerHome(
             works_for="demo actor",
             entry=f"{ENTRIES}:echo",

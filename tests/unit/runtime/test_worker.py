@@ -130,7 +130,7 @@ def test_each_span_is_reported_once_and_names_the_work(ends: tuple[Service, Work
 
 
 class OutOfMemoryError(RuntimeError):
-    """Of torch's name and kind."""
+    """It has the name and the kind of torch's."""
 
 
 MEMORY = (
