@@ -68,10 +68,11 @@ class ScorerWorker:
         if start.world != self._worlds.name or not start.world:
             self._change_world(start)
         self._is_at_work = not start.stands_by
-        if start.stands_by and self._scorer is not None:
-            self._scorer.rest()
-        held_bytes = held_device_bytes() if start.stands_by else 0
-        if start.stands_by and self._scorer is not None:
+        held_bytes = 0
+        if start.stands_by:
+            if self._scorer is not None:
+                self._scorer.rest()
+            held_bytes = held_device_bytes()
             return_free_memory()
         memory = psutil.Process().memory_info()
         started = wire.Started(
