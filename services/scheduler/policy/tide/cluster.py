@@ -72,6 +72,7 @@ class Cluster:
     unit_rates: the trainer's tokens a second by number of units; 0 where these are too few for any layout.
     switch_s: seconds from one number of units to another, [before, after].
     inference_rate: tokens a second of one GPU.
+    copy_size: GPUs of a copy of inference.
     is_open: a minibatch is open, and the trainer cannot move before its end.
     num_trainer_gpus: those that the trainer has; in a fixed order none where it lends them. With `arrival` a lending
       trainer counts as present, and begins with its first group: by forecasts alone it would start too late.
@@ -97,6 +98,7 @@ class Cluster:
     busy_s: float = 0.0
     carries: bool = False
     num_working: int | None = None
+    copy_size: int = 1
 
     def units(self, num_gpus: Floats) -> Ints:
         """Units of the trainer, at most those with a rate."""
@@ -132,6 +134,7 @@ def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId,
         busy_s=_until_s(situation, training.portion_ends_at_ms) or 0.0,
         carries=situation.spec.carries_gradients,
         num_working=None if situation.generation.queue else sum(map(_works, engines)),
+        copy_size=copy_size(situation),
     )
 
 

@@ -24,8 +24,9 @@ each segment:
    The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
    when the last lot is ready. In a fixed order the trainer's work of a lot is what waits for it (`due_tokens`).
    Inference is described in `inference`.
-4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
-   Engines that come get no sequence once the queue is empty.
+4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile. So
+   do engines to which a sequence with tokens comes from the queue (`recomputed`). Engines that come get no sequence
+   once the queue is empty. GPUs that are asked to leave ahead of a minibatch's end do nothing until then.
 
 Invariants:
 - A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
@@ -45,7 +46,7 @@ import numpy as np
 
 from services.scheduler.policy.tide.cluster import Cluster, Plans
 from services.scheduler.policy.tide.inference import Inference
-from services.scheduler.policy.tide.outlook import Outlook
+from services.scheduler.policy.tide.outlook import NO_STEPS, Outlook
 from services.scheduler.policy.tide.rows import alike, in_order, places_of, values_at
 from services.scheduler.policy.tide.segments import At, Segment, Trained, merged, rows_of
 from services.scheduler.state.costs import Costs
@@ -152,6 +153,7 @@ class Forecast:
             u=np.zeros(count),
             aged=np.zeros(count),
             engines=np.full(count, float(cluster.num_engines if cluster.num_working is None else cluster.num_working)),
+            inference=np.full(count, float(cluster.num_inference_gpus)),
             scale=np.ones(count),
             has_started=np.broadcast_to(lots.starts < 0, shape),
             steps=np.broadcast_to(lots.steps, shape),
@@ -212,7 +214,9 @@ class Forecast:
         is_over = at.u >= self.left.load.last - 1e-6
         room = cluster.num_gpus - inference - np.where(is_over, 0, cluster.engine_size)
         fitting = np.maximum(room // cluster.unit_size, 0) * cluster.unit_size
-        trainer = np.where(is_over, fitting, np.minimum(trainer, fitting))
+        # A trainer that cannot move in a minibatch must not count on a rollout that is just over.
+        gets_all = is_over & (cluster.carries or self.left.load.last <= NO_STEPS)
+        trainer = np.where(gets_all, fitting, np.minimum(trainer, fitting))
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
         # Before an open minibatch ends, engines are asked ahead; else the release delays the trainer.
@@ -230,6 +234,7 @@ class Forecast:
             infer_after_s=(starts_s if column == 0 else 0.0 * starts_s) + released_s,
             minibatch=minibatch,
             fixed_s=costs.update_s,
+            left_ahead_s=0.0 if is_unannounced else costs.release_s,
             is_cut=cluster.carries,
         )
         return segment, trainer
@@ -265,7 +270,7 @@ class Forecast:
         working = np.where(at.u < load.queue_until, segment.engines, np.minimum(segment.engines, at.engines))
         slots = np.maximum(working, 1e-9) * self.cluster.max_running
         speed = slots / load.num_slots
-        at, stall_s = self._switched(at, working, slots)
+        at, stall_s = self._switched(at, working, slots, segment)
         scale = np.where(at.u < load.queue_until, speed, at.scale)
         times = self._times(working, scale, speed, at.u, at.aged)
         queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
@@ -277,8 +282,8 @@ class Forecast:
         shift = at.t + stall_s - times_s[:, -1]
         ended_s = np.where(at.ended_s > at.t[:, None], shift[:, None] + times_s[:, :-1], at.ended_s)
         order = ended_s.argsort(axis=1, kind="stable")
-        inference = Inference(self.left, self.cluster, order, in_order(ended_s, order))
-        inferred_s = inference.handed_on_s(at, segment)
+        inference = Inference(self.left, self.cluster, at, segment, order, in_order(ended_s, order))
+        inferred_s = inference.handed_on_s()
         trained = self._trained(at, segment, inferred_s, order)
         end, trained_tokens, is_mid = trained.end_s, np.zeros(at.t.size), np.zeros(at.t.size, dtype=np.bool_)
         if segment.is_cut:
@@ -299,17 +304,18 @@ class Forecast:
             u=u,
             aged=at.aged + past,
             engines=working,
+            inference=segment.inference,
             scale=scale,
             has_started=has_started,
             steps=steps,
             ended_s=ended_s,
             inferred_s=inferred_s,
-            ahead_tokens=inference.tokens_ahead(at, segment, inferred_s, end),
+            ahead_tokens=inference.tokens_ahead(inferred_s, end),
             trained_tokens=trained_tokens,
             is_mid=is_mid,
         )
 
-    def _switched(self, at: At, engines: Floats, slots: Floats) -> tuple[At, Floats]:
+    def _switched(self, at: At, engines: Floats, slots: Floats, segment: Segment) -> tuple[At, Floats]:
         """After a switch: the moment, and by plan the seconds in which the remaining `engines` compute the caches of
         moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
         load = self.left.load
@@ -320,12 +326,19 @@ class Forecast:
         cached = running * self._kv_of_each(at.u[:, None], at.aged[:, None], had)[:, 0]
         share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
         stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
+        if segment.left_ahead_s:
+            leaving = np.where(is_running, np.maximum(at.engines - engines, 0.0), 0.0)
+            stall_s = stall_s + segment.left_ahead_s * leaving / np.maximum(engines, 1e-9)
+            lost = (
+                np.maximum(at.inference - segment.inference, 0.0) * segment.left_ahead_s * self.cluster.inference_rate
+            )
+            at = replace(at, ahead_tokens=at.ahead_tokens - lost)
         waits = at.u < load.queue_until
         # The fewer run when the queue is empty, the more of the work is done before.
         more = np.where(waits, slots - at.scale * load.num_slots, 0.0)
         if not more.any():
             return at, stall_s
-        moved = np.clip(at.u + more * self._steps_after_queue / load.num_slots, 0.0, load.queue_until)
+        moved = np.minimum(at.u + more * self._steps_after_queue / load.num_slots, load.queue_until)
         back = np.where(waits, np.maximum(running - slots, 0.0), 0.0)
         steps = at.steps + self._waits(at, back, slots, place) if back.any() else at.steps
         return replace(at, u=np.where(waits, moved, at.u), steps=steps), stall_s
@@ -370,7 +383,7 @@ class Forecast:
 
     def _interval(self, u: Floats) -> Ints:
         load = self.left.load
-        return np.minimum((u / load.step).astype(np.int64), load.running.size - 1)
+        return np.minimum(np.maximum(u / load.step, 0.0).astype(np.int64), load.running.size - 1)
 
     def _kv_of_each(self, u: Floats, aged: Floats, speed: Floats) -> Floats:
         """By plan and point u: the KV tokens of a running sequence, in the mean. `aged`: the steps of one that runs all
@@ -408,6 +421,9 @@ class Forecast:
         seconds = np.maximum(decode.floor_s, line) * over
         seconds[:, : self._num_queued] /= speed[first, None]
         seconds *= load.step
+        if load.recomputed.any():
+            rate = np.maximum(engines[first], 1e-9) * self.costs.prefill_tokens_per_s
+            seconds += load.recomputed[None, :] / rate[:, None]
         times = np.zeros((len(first), load.running.size + 1))
         np.minimum(seconds, NEVER_S, out=seconds).cumsum(axis=1, out=times[:, 1:])
         return times[of_plan]

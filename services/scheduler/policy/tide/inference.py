@@ -4,8 +4,12 @@ Without scoring ahead a lot is one piece of work, which can begin when the lot e
 responses are scored as they end, a lot is handed on when the latest of three ends is reached:
 
 1. The last responses of its groups are scored. The same formula holds, with their tokens alone.
-2. One GPU alone has scored the longest of these.
-3. All tokens of this lot and the lots before it are scored. Inference is busy from the segment's beginning on.
+2. One copy alone has scored the longest of these.
+3. All tokens of this lot and the lots before it are scored.
+
+While complete groups wait, all GPUs share each of them. Afterwards inference scores ahead, one response a copy, and
+most copies wait for the longest: n copies do n**-unevenness of their work (`outlook`). Where groups come in bursts this
+forecast is late: it takes inference for never behind again once it has caught up.
 
 A segment begins with what was scored before it (`At`): no more than inference could score, nor than responses that
 have ended. A lot's responses, all but the last, end evenly between now and the lot's end.
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.scheduler.policy.tide.cluster import Cluster
 from services.scheduler.policy.tide.outlook import Outlook
@@ -34,6 +39,8 @@ class Inference:
 
     left: Outlook
     cluster: Cluster
+    at: At
+    segment: Segment
     order: Ints
     ended_s: Floats
 
@@ -47,29 +54,30 @@ class Inference:
         """By plan and place: those of the last response of each of the lot's groups."""
         return self.left.lots.last_tokens[self.order]
 
-    def handed_on_s(self, at: At, segment: Segment) -> Floats:
+    def handed_on_s(self) -> Floats:
         """By plan and place: when inference hands the lot on. A lot that a segment's end interrupts begins again, but
         for what was scored ahead."""
-        begin = (at.t + segment.infer_after_s)[:, None]
-        is_left = at.inferred_s > at.t[:, None]
-        tokens = np.where(is_left, self.tokens, 0.0)
-        since, rate = np.where(is_left, np.maximum(self.ended_s, begin), -np.inf), self._rate(segment)
+        is_left, since, rate = self._is_left, self._since, self._rate
         if self.left.num_tokens_ahead is None:
-            return np.where(is_left, _served(tokens / rate, since), at.inferred_s)
+            return np.where(is_left, _served(self._left_tokens / rate, since), self.at.inferred_s)
         last = np.where(is_left, self.last_tokens, 0.0)
-        alone = since + last / max(self.cluster.inference_rate, 1e-3)
-        unscored = np.maximum(tokens.cumsum(axis=1) - at.ahead_tokens[:, None], 0.0)
-        ends = np.maximum(np.maximum(_served(last / rate, since), alone), begin + unscored / rate)
-        return np.where(is_left, ends, at.inferred_s)
+        alone = since + last / max(self.cluster.copy_size * self.cluster.inference_rate, 1e-3)
+        seconds = self._unscored / rate
+        late = np.maximum(seconds - self._caught_up_s, 0.0)
+        scored = self._begin + seconds + late * (1.0 / self._share_ahead - 1.0)
+        ends = np.maximum(np.maximum(_served(last / rate, since), alone), scored)
+        return np.where(is_left, ends, self.at.inferred_s)
 
-    def tokens_ahead(self, at: At, segment: Segment, inferred_s: Floats, end_s: Floats) -> Floats:
+    def tokens_ahead(self, inferred_s: Floats, end_s: Floats) -> Floats:
         """By plan: the tokens that are scored at `end_s`, of lots that are not handed on by then."""
         if self.left.num_tokens_ahead is None:
-            return at.ahead_tokens
-        was_left, is_left = at.inferred_s > at.t[:, None], inferred_s > end_s[:, None]
-        handed_on = np.where(was_left & ~is_left, self.tokens, 0.0).sum(axis=1)
-        seconds = np.maximum(end_s - at.t - segment.infer_after_s, 0.0)
-        scored = at.ahead_tokens + seconds * segment.inference * self.cluster.inference_rate - handed_on
+            return self.at.ahead_tokens
+        is_left = inferred_s > end_s[:, None]
+        handed_on = np.where(self._is_left & ~is_left, self.tokens, 0.0).sum(axis=1)
+        seconds = np.maximum(end_s[:, None] - self._begin, 0.0)
+        late = np.maximum(seconds - self._caught_up_s, 0.0)
+        scored = ((seconds - late * (1.0 - self._share_ahead)) * self._rate)[:, 0]
+        scored = self.at.ahead_tokens + scored - handed_on
         share = np.minimum(np.maximum(end_s[:, None] / np.maximum(self.ended_s, 1e-3), 0.0), 1.0)
         ended = self.left.lots.ended_tokens[self.order]
         early = ended + share * np.maximum(self.tokens - self.last_tokens - ended, 0.0)
@@ -77,9 +85,52 @@ class Inference:
         ahead: Floats = np.minimum(np.maximum(scored, 0.0), there)
         return ahead
 
-    def _rate(self, segment: Segment) -> Floats:
+    @cached_property
+    def _begin(self) -> Floats:
+        return (self.at.t + self.segment.infer_after_s)[:, None]
+
+    @cached_property
+    def _is_left(self) -> NDArray[np.bool_]:
+        """By plan and place: whether the lot is not handed on when the segment begins."""
+        is_left: NDArray[np.bool_] = self.at.inferred_s > self.at.t[:, None]
+        return is_left
+
+    @cached_property
+    def _left_tokens(self) -> Floats:
+        return np.where(self._is_left, self.tokens, 0.0)
+
+    @cached_property
+    def _since(self) -> Floats:
+        """By plan and place: when the lot can be scored."""
+        return np.where(self._is_left, np.maximum(self.ended_s, self._begin), -np.inf)
+
+    @cached_property
+    def _unscored(self) -> Floats:
+        """By plan and place: the tokens of this lot and those before it that are not scored ahead."""
+        return np.maximum(self._left_tokens.cumsum(axis=1) - self.at.ahead_tokens[:, None], 0.0)
+
+    @cached_property
+    def _caught_up_s(self) -> Floats:
+        """By plan: the seconds from the beginning until no complete group waits."""
+        if not self._unscored.shape[1]:
+            return np.zeros((len(self._unscored), 1))
+        before = np.maximum(self._unscored - self._left_tokens, 0.0) / self._rate
+        waits = self._since > self._begin + before
+        first = before[np.arange(len(before)), waits.argmax(axis=1)]
+        seconds: Floats = np.where(waits.any(axis=1), first, self._unscored[:, -1] / self._rate[:, 0])
+        return seconds[:, None]
+
+    @cached_property
+    def _share_ahead(self) -> Floats:
+        """By plan: the share of its work that inference does while it scores ahead."""
+        copies = np.maximum(self.segment.inference / self.cluster.copy_size, 1.0)
+        share: Floats = copies**-self.left.unevenness
+        return share[:, None]
+
+    @cached_property
+    def _rate(self) -> Floats:
         """By plan: tokens a second."""
-        rate: Floats = np.maximum(segment.inference[:, None] * self.cluster.inference_rate, 1e-3)
+        rate: Floats = np.maximum(self.segment.inference[:, None] * self.cluster.inference_rate, 1e-3)
         return rate
 
 

@@ -14,7 +14,8 @@ reads it.
 
 Order:
 1. Start and end of each sequence, in u.
-2. On a grid of u: how many sequences run, and how many KV tokens they have.
+2. On a grid of u: how many sequences run, how many KV tokens they have, and how many are computed again because a
+   sequence with tokens starts from the queue.
 3. Groups that are in the same minibatch, or end close to each other, are put together to lots. A plan then costs the
    same for 128 groups and for 8,192.
 
@@ -33,6 +34,7 @@ Assumptions:
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,9 @@ LOTS = 64
 GRID = 128
 """The number of intervals of u."""
 
+NO_STEPS = 1e-9
+"""The one interval of a rollout that is over: no plan may wait for its end."""
+
 BLOCKS = 512
 """A queue is started in at most so many blocks. Thousands of sequences one by one would take milliseconds."""
 
@@ -59,6 +64,7 @@ class Load:
 
     step: the steps of one interval.
     running, kv_tokens, num_ended: sequences that run, the KV tokens that they have, sequences that have ended.
+    recomputed: KV tokens that sequences of the queue have to compute again when they start.
     rest: the mean of the steps that the running ones still make.
     queue_until: the queue is empty from this u on.
     """
@@ -66,6 +72,7 @@ class Load:
     step: float
     running: Floats
     kv_tokens: Floats
+    recomputed: Floats
     rest: Floats
     num_ended: Floats
     num_slots: float
@@ -115,6 +122,9 @@ class Outlook:
     num_tokens_ahead: float | None = None
     """Tokens that inference has scored of groups that have not ended. None: it does not score ahead."""
 
+    unevenness: float = 0.0
+    """Of n responses the longest has n**unevenness times the tokens of their mean, for n up to a few groups."""
+
     def tokens_of(self, minibatch: int) -> float:
         """The tokens of the minibatch's lots. With `arrival` the lots are those of the outlook's order."""
         tokens = self.lots.tokens
@@ -135,12 +145,29 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
         starts[queue] = started(np.sort(left[runs]), left[queue], max(1, num_slots))
     open_at = np.flatnonzero(picture.is_unfinished)
     ends = starts + left
-    base = picture.length_of[open_at] + context - starts[open_at]
-    load = _load(starts[open_at], ends[open_at], base, max(1, num_slots))
+    cached = (picture.length_of[open_at] + context).astype(np.float64)
+    is_interrupted = (picture.place_of[open_at] == QUEUED) & (picture.length_of[open_at] > 0)
+    recomputed: Floats = np.where(is_interrupted, cached, 0.0)
+    load = _load(starts[open_at], ends[open_at], cached, recomputed, max(1, num_slots))
     lots, until = _lots(situation, starts, ends, final)
     spec = situation.spec
     ahead = float(situation.inference.inferring.num_tokens_ahead) if spec.scores_ahead else None
-    return Outlook(load, lots, until, spec.minibatch_order is MinibatchOrder.ARRIVAL, spec.streams, ahead)
+    return Outlook(
+        load,
+        lots,
+        until,
+        spec.minibatch_order is MinibatchOrder.ARRIVAL,
+        spec.streams,
+        ahead,
+        _unevenness(final.reshape(-1, spec.group_size)),
+    )
+
+
+def _unevenness(groups: Floats) -> float:
+    """`groups`: [group, response] tokens. Expected maxima of normal values grow about as the logarithm of their
+    number."""
+    size, mean = groups.shape[1], float(groups.mean())
+    return math.log(float(groups.max(axis=1).mean()) / mean) / math.log(size) if size > 1 and mean else 0.0
 
 
 def context_tokens(picture: Generation) -> float:
@@ -175,20 +202,23 @@ def started(running: Floats, waiting: Floats, num_slots: int) -> Floats:
     return starts
 
 
-def _load(starts: Floats, ends: Floats, base: Floats, num_slots: int) -> Load:
-    """A running sequence has base + u KV tokens."""
+def _load(starts: Floats, ends: Floats, cached: Floats, recomputed: Floats, num_slots: int) -> Load:
+    """`cached`: the KV tokens of each sequence at its start, and `recomputed` those of them that it computes again."""
     queue_until = float(starts.max(initial=0.0))
     if not ends.size:
         none = np.zeros(1)
-        return Load(1.0, none, none, none, none, num_slots, queue_until)
+        return Load(NO_STEPS, none, none, none, none, none, num_slots, queue_until)
     step = float(ends.max()) / GRID
     middles = (np.arange(GRID) + 0.5) * step
     begins, finishes = _intervals(starts, step), _intervals(ends, step)
     num_ended = _until(finishes)
     running = _until(begins) - num_ended
+    base = cached - starts
     kv_tokens = _until(begins, base) - _until(finishes, base) + running * middles
-    to_come = _until(begins, ends) - _until(finishes, ends) - running * middles
-    return Load(step, running, kv_tokens, to_come / np.maximum(running, 1.0), num_ended, num_slots, queue_until)
+    # At the first interval that begins later, so that none of it is before the present.
+    again = np.bincount(np.minimum(begins + 1, GRID - 1), weights=recomputed, minlength=GRID).astype(np.float64)
+    to_come = (_until(begins, ends) - _until(finishes, ends) - running * middles) / np.maximum(running, 1.0)
+    return Load(step, running, kv_tokens, again, to_come, num_ended, num_slots, queue_until)
 
 
 def _intervals(at: Floats, step: float) -> Ints:
@@ -213,7 +243,7 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
     ended = np.where(picture.is_unfinished, 0.0, final).reshape(-1, size).sum(axis=1)
     last_tokens = by_member[np.arange(picture.num_groups), last]
     minibatch = _minibatch_of(situation)
-    order, is_ready = _in_order(situation, group_starts, group_ends, minibatch)
+    order, is_ready = _in_order(situation, group_starts, group_ends, by_member.max(axis=1), minibatch)
     width = max(1, -(-order.size // LOTS))
     is_open = picture.unfinished_by_group > 0
     kinds = (group_starts[order] > 0, is_open[order], is_ready[order], minibatch[order])
@@ -266,15 +296,18 @@ def left_sizes(situation: Situation) -> tuple[int, ...]:
     return (max(0, open_left), *sizes[done + 1 :])
 
 
-def _in_order(situation: Situation, starts: Floats, ends: Floats, minibatch: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+def _in_order(
+    situation: Situation, starts: Floats, ends: Floats, longest: Floats, minibatch: Ints
+) -> tuple[Ints, NDArray[np.bool_]]:
     """The groups that are not taken, and by group whether inference handed it on.
 
-    Their order: handed on, complete, running (in the order of their ends), waiting (in the order of their starts).
+    Their order: handed on, complete (by their longest response, which tells best which ended first), running (in the
+    order of their ends), waiting (in the order of their starts).
     """
     training, ready = situation.trainer.training, np.array(situation.inference.inferring.ready, dtype=np.int64)
     is_open = situation.generation.unfinished_by_group > 0
     key = np.where(starts > 0, 1.0, np.where(is_open, 0.0, -1.0))
-    place = np.where(starts > 0, starts, ends)
+    place = np.where(starts > 0, starts, np.where(is_open, ends, longest))
     key[ready], place[ready] = -2.0, np.arange(ready.size)
     is_ready, is_taken = np.zeros(ends.size, dtype=np.bool_), np.zeros(ends.size, dtype=np.bool_)
     is_fixed = situation.spec.minibatch_order is MinibatchOrder.FIXED

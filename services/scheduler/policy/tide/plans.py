@@ -2,16 +2,17 @@
 
 Each round forecasts all neighbours of the best plan at once and takes the best of them. A neighbour differs in one of
 
-- the time at which the trainer starts, or inference ahead of it;
+- the time at which the trainer starts, or inference ahead of it, by a little or to start at once;
 - the trainer's GPUs in one minibatch;
 - GPUs that the trainer takes from inference, or gives to it, in one of the next two minibatches, or from it on. Where
   inference is dear its work is shared among minibatches: more of it in one alone only makes it wait in the next.
 
-Without a remembered plan the search begins at the best of a coarse family. A plan of it has a start, and a first and a
-last number of trainer GPUs. The steps between the two are geometric, because a trainer's rate is a power of its GPUs.
+Without a remembered plan the search begins in a coarse family. A plan of it has a start, and a first and a last number
+of trainer GPUs. The steps between the two are geometric, because a trainer's rate is a power of its GPUs. Neighbours of
+a plan that starts early all start early, so the search goes on from the best plans of several starts side by side.
 
 In a fixed order the trainer waits for the lowest number, so that it has little to do until the rollout's tail. There
-the family also has plans that start it late, and inference ahead of it.
+the family has more plans that start early, and others that start it late, and inference ahead of it.
 
 Invariants:
 - Every plan that is tried is legal. The trainer has one or more whole data-parallel copies of an existing layout.
@@ -24,6 +25,7 @@ The search stops after `rounds` rounds at the latest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -36,7 +38,8 @@ from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.state.observed import Floats
 
 START_STEPS = (0.008, 0.024, 0.08)
-FAMILY_STARTS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.32)
+FAMILY_STARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FIXED_STARTS = (0.0, 0.06, 0.12, 0.18, 0.24, 0.32)
 """Shares of the remaining rollout's time, so that an iteration of a minute and one of an hour are searched alike."""
 FAMILY_FIRST = (0.12, 0.2, 0.3, 0.5)
 FAMILY_LAST = (0.6, 0.8, 0.95)
@@ -46,9 +49,13 @@ LATE_STARTS = ((0.4, 0.7), (0.55, 0.8), (0.55, 1.0), (0.7, 1.0))
 LATE_FIRST = (0.12, 0.3, 0.55)
 LATE_INFERENCE = (0.2, 0.3, 0.4)
 LATE_LAST = 0.9
-"""Plans that start late: when inference and the trainer get GPUs, as shares of the rollout's time; shares of all GPUs
-for the trainer and for inference in the first minibatch, and for the trainer in the others. A coarse grid from the
-middle of the rollout to its end: the neighbours are searched from there."""
+"""Plans of a fixed order that start late: when inference and the trainer get GPUs, as shares of the rollout's time;
+shares of all GPUs for the trainer and for inference in the first minibatch, and for the trainer in the others. A coarse
+grid from the middle of the rollout to its end: the neighbours are searched from there."""
+
+BEGINNINGS = 2
+"""Plans of a family from which a search goes on, each with another start. With one alone iterations take 0.4 % longer
+in the mean of eleven cells on tuning seeds, and with three 0.2 % less, for which the opening has no time."""
 
 LEAST_GAIN_S = 0.05
 """A round that gains less ends the search: a forecast is no more exact than that."""
@@ -69,16 +76,34 @@ def best_of(forecast: Forecast, plans: Plans) -> Found:
 
 
 def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
-    """Starts at the best of the given plans, and goes on while a round gains at least `LEAST_GAIN_S`."""
+    """Starts at the best of the given plans, one for each of up to `BEGINNINGS` starts, and goes on from each while a
+    round gains at least `LEAST_GAIN_S`. A round is one forecast of all their neighbours."""
     begin = not_before(begin, earliest_start_s(forecast))
-    plan = begin if begin.count == 1 else best_of(forecast, begin).plan
+    plans = [begin] if begin.count == 1 else _best_by_start(begin, forecast.ends_s(begin))
+    best: list[Found] = []
     for _ in range(rounds):
-        near = _near(forecast, plan)
-        found, is_better = _improved(near, forecast.ends_s(near))
-        if not is_better:
-            return found
-        plan = found.plan
-    return found
+        near = [_near(forecast, plan) for plan in plans]
+        until = np.cumsum([each.count for each in near])
+        ends_s = np.split(forecast.ends_s(Plans.of(*near)), until[:-1])
+        found = [_improved(each, own_s) for each, own_s in zip(near, ends_s, strict=True)]
+        best = [min((*best, *(each for each, _ in found)), key=_end_s)]
+        plans = [each.plan for each, is_better in found if is_better]
+        if not plans:
+            break
+    return best[0]
+
+
+def _best_by_start(plans: Plans, ends_s: Floats) -> list[Plans]:
+    """The best plan of each of the best starts."""
+    order = np.argsort(ends_s, kind="stable").tolist()
+    by_start: dict[float, int] = {}
+    for at in order:
+        by_start.setdefault(float(plans.start_s[at]), at)
+    return [plans.row(at) for at in list(by_start.values())[:BEGINNINGS]]
+
+
+def _end_s(found: Found) -> float:
+    return found.end_s
 
 
 def search_beside(forecast: Forecast, plan: Plans, others: Plans) -> tuple[Found, Found]:
@@ -123,7 +148,8 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahea
     """The coarse family of plans. Where the trainer has begun, all start at once, and one of them moves no further GPU;
     else some start late, up to the rollout's end. `span_s`: seconds that the rollout still takes. `infers_ahead`: more
     of them start early, and late ones begin with inference alone."""
-    starts = FAMILY_STARTS if infers_ahead else (0.0,)
+    is_waiting = not (cluster.num_trainer_gpus or cluster.is_open)
+    starts = FIXED_STARTS if infers_ahead else FAMILY_STARTS if is_waiting else (0.0,)
     rows = [(span_s * start, first, last) for start in starts for first in FAMILY_FIRST for last in FAMILY_LAST]
     start_s = np.array([row[0] for row in rows])
     first, last = (np.array([row[at] for row in rows])[:, None] for at in (1, 2))
@@ -135,15 +161,14 @@ def family(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahea
         stays = np.full((1, num_minibatches), cluster.num_trainer_gpus)
         infers = np.full((1, num_minibatches), cluster.num_inference_gpus)
         plans = Plans.of(Plans(np.zeros(1), stays, infers), plans)
-    elif not cluster.is_open:
-        plans = Plans.of(plans, _late(cluster, num_minibatches, span_s, infers_ahead=infers_ahead))
+    elif infers_ahead:
+        plans = Plans.of(plans, _late(cluster, num_minibatches, span_s))
     return legal(plans, cluster)
 
 
-def _late(cluster: Cluster, num_minibatches: int, span_s: float, *, infers_ahead: bool) -> Plans:
+def _late(cluster: Cluster, num_minibatches: int, span_s: float) -> Plans:
     """Plans whose trainer starts in the rollout's tail or after it, and inference with it or ahead of it."""
-    starts = LATE_STARTS if infers_ahead else tuple((at, at) for at in sorted({last for _, last in LATE_STARTS}))
-    rows = list(product(starts, LATE_INFERENCE, LATE_FIRST))
+    rows = list(product(LATE_STARTS, LATE_INFERENCE, LATE_FIRST))
     last = [LATE_LAST] * (num_minibatches - 1)
     trainer = np.array([[first, *last] for _, _, first in rows])
     inference = np.array([[share, *[FAMILY_INFERENCE] * len(last)] for _, share, _ in rows])
@@ -202,6 +227,7 @@ def _changes(
 
     units = [step * cluster.unit_size for step in _steps(cluster)]
     if not cluster.is_open and not cluster.num_trainer_gpus:
+        yield -math.inf, -math.inf, none, none
         for share in START_STEPS:
             for sign in (-1, 1):
                 by_s = sign * share * span_s

@@ -30,10 +30,11 @@ def in_order(rows: Floats, order: Ints) -> Floats:
 
 
 def values_at(rows: Floats, places: Floats) -> Floats:
-    """Each row's values at its own places, in intervals of the grid. Beyond its end a row has its last value."""
+    """Each row's values at its own places, in intervals of the grid. Beyond its end a row has its last value, and
+    before its beginning it goes on as in its first interval."""
     width = rows.shape[1]
-    inside = np.minimum(np.maximum(places, 0.0), width - 1)
-    low = np.minimum(inside.astype(np.int64), width - 2)
+    inside = np.minimum(places, width - 1)
+    low = np.minimum(np.maximum(inside, 0.0).astype(np.int64), width - 2)
     at, flat = low + width * np.arange(len(rows))[:, None], rows.ravel()
     first = flat.take(at)
     at += 1
@@ -51,5 +52,5 @@ def places_of(rows: Floats, values: Floats) -> Floats:
     at = np.arange(len(rows))
     first, second = rows[at, low], rows[at, low + 1]
     part = (values - first) / np.maximum(second - first, 1e-12)
-    places: Floats = low + np.minimum(np.maximum(part, 0.0), 1.0)
+    places: Floats = low + np.minimum(part, 1.0)
     return places

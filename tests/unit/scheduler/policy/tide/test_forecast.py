@@ -13,6 +13,7 @@ from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.state.observed import ENDED, Inferring, TrainerRate
 from services.scheduler.state.remembered import Assignment
+from services.scheduler.state.values import JobSpec
 from tests.unit.scheduler.situations import COSTS, generation, gpus, job, seen
 from tidegate.types import Layout, MinibatchOrder
 
@@ -20,10 +21,22 @@ SPEC = job(actor=4, rollout=10, inference=2, actor_tp=2, rollout_tp=2, prompts=3
 ALL_GENERATE = Assignment(tuple(gpus(start, start + 2) for start in range(0, 16, 2)), None, ())
 
 
-def forecast() -> Forecast:
-    """8 engines of 8 slots run 64 sequences; no sequence waits."""
-    rates = (TrainerRate(Layout(tp=2, dp=2), 500.0),)
-    situation = seen(SPEC, ALL_GENERATE, num_unfinished=64, max_running=8, length=8000, measured=rates)
+TWO_MINIBATCHES = replace(SPEC, num_minibatches=2)
+RATES = (TrainerRate(Layout(tp=2, dp=2), 500.0),)
+
+
+def forecast(*, num_waiting: int = 0, num_unfinished: int = 64, spec: JobSpec = SPEC) -> Forecast:
+    """8 engines of 8 slots run 64 sequences, which make 4,000 tokens yet. `num_waiting` others wait."""
+    num_unfinished += num_waiting
+    situation = seen(
+        spec,
+        ALL_GENERATE,
+        num_unfinished=num_unfinished,
+        num_unsubmitted=num_waiting,
+        max_running=8,
+        length=8000,
+        measured=RATES,
+    )
     cluster = cluster_of(situation, ALL_GENERATE, gpus_there(situation))
     final = np.full(len(situation.generation.lengths), 8000.0)
     return Forecast(outlook(situation, final, num_slots=64), cluster, COSTS)
@@ -45,6 +58,42 @@ def test_half_of_the_engines_take_at_most_twice_as_long_for_more_sequences_than_
     four, two, one = ends_s
     assert two <= 2 * four
     assert one <= 2 * two
+
+
+@pytest.mark.parametrize("num_waiting", [0, 4, 40])
+def test_engines_that_leave_take_no_work_with_them_however_few_wait(num_waiting: int) -> None:
+    """With one engine of eight left, a step makes eight tokens."""
+    found = forecast(num_waiting=num_waiting)
+    (end_s,) = found.ends_s(plan(trainer=12, inference=2))
+    assert end_s >= 0.97 * (64 + num_waiting) * 4000 / 8 * COSTS.decode.floor_s
+
+
+def test_engines_that_are_asked_ahead_do_nothing_until_the_minibatch_ends() -> None:
+    own = forecast(spec=TWO_MINIBATCHES)
+    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4)
+    costs = [replace(COSTS, release_s=release_s) for release_s in (0.0, 3.0)]
+    soon, late = (
+        float(replace(own, cluster=is_open, costs=each).ends_s(plan(trainer=12, inference=2))[0]) for each in costs
+    )
+    assert late - soon >= 3.0 * 7, "seven of eight engines leave"
+
+
+def test_a_rollout_that_is_over_delays_no_plan() -> None:
+    """A portion that ends at once gives the plan of a trainer that waits for none."""
+    own = forecast(num_unfinished=0)
+    plans = [replace(own, cluster=replace(own.cluster, carries=True, busy_s=busy_s)) for busy_s in (0.0, 1e-3)]
+    none, some = (float(each.ends_s(plan(trainer=12, inference=4))[0]) for each in plans)
+    assert some == pytest.approx(none, abs=0.1)
+
+
+def test_a_trainer_that_cannot_move_does_not_count_on_a_rollout_that_is_just_over() -> None:
+    """Only one that carries gradients gets the engines' GPUs as soon as they are free."""
+    own = forecast(spec=TWO_MINIBATCHES)
+    own = replace(own, cluster=replace(own.cluster, kv_capacity_tokens=10**7))
+    small, large = (Plans(np.zeros(1), np.array([[4, last]]), np.array([[2, 2]])) for last in (4, 12))
+    assert own.ends_s(small)[0] > own.ends_s(large)[0] + 10
+    carries = replace(own, cluster=replace(own.cluster, carries=True))
+    assert carries.ends_s(small)[0] == pytest.approx(carries.ends_s(large)[0], rel=0.05)
 
 
 def end_s(*, ahead: int | None, order: MinibatchOrder = MinibatchOrder.ARRIVAL) -> float:

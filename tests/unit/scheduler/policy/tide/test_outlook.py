@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from services.scheduler.policy.situation import minibatch_sizes
 from services.scheduler.policy.tide.outlook import GRID, left_sizes, outlook, started
-from services.scheduler.state.observed import Floats
+from services.scheduler.state.observed import ENDED, Floats
 from services.scheduler.state.remembered import as_configured
 from tests.unit.scheduler.situations import ending, generation, job, seen
 from tidegate.types import MinibatchOrder
@@ -60,6 +61,18 @@ def test_what_runs_and_what_it_caches_is_counted_at_every_step() -> None:
         assert load.kv_tokens[interval] == pytest.approx(want, abs=2 * final.max())
 
 
+@pytest.mark.parametrize(("length", "again"), [(100, 10 * 50.0), (0, 0.0)])
+def test_a_sequence_that_starts_again_computes_the_tokens_that_it_has(length: int, again: float) -> None:
+    """Of half of the length, as `ending` gives it to unfinished ones. A fresh one computes none."""
+    lengths, places = ending(SPEC, num_engines=4, num_unfinished=30, num_unsubmitted=10, length=length)
+    picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
+    final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, 500.0, 0.0)
+    load = outlook(seen(SPEC, as_configured(SPEC), picture=picture), final, num_slots=20).load
+    assert load.recomputed.sum() == pytest.approx(again)
+    starts = np.flatnonzero(load.recomputed)
+    assert (starts > 0).all(), "none before the present"
+
+
 def test_lots_hold_every_group_that_is_not_taken() -> None:
     situation = seen(SPEC, as_configured(SPEC), num_unfinished=20, num_taken=5)
     final = situation.generation.length_of.astype(np.float64) + np.where(situation.generation.is_unfinished, 50.0, 0.0)
@@ -104,6 +117,25 @@ def test_groups_that_inference_handed_on_come_first_and_then_complete_ones() -> 
     rank = np.where(lots.is_handed_on, 0, np.where(lots.is_ended, 1, 2))
     assert rank.tolist() == sorted(rank.tolist())
     assert set(rank.tolist()) == {0, 1, 2}
+
+
+def test_complete_groups_come_by_their_longest_response() -> None:
+    spec = job(actor=2, rollout=4, inference=2, prompts=8, group_size=2, minibatches=1)
+    lengths = (10, 70, 40, 30, 60, 5, 20, 15, *[10] * 8)
+    picture = generation(spec, as_configured(spec).engines, lengths=lengths, places=(ENDED,) * 8 + (0,) * 8)
+    situation = seen(spec, as_configured(spec), picture=picture, are_inferred=False)
+    final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, 90.0, 0.0)
+    lots = outlook(situation, final, num_slots=100).lots
+    assert lots.tokens[lots.is_ended].tolist() == [20 + 15, 40 + 30, 60 + 5, 10 + 70]
+
+
+@pytest.mark.parametrize(("lengths", "want"), [((10, 10), 0.0), ((10, 30), math.log2(1.5))])
+def test_unevenness_tells_how_much_longer_the_longest_response_is(lengths: tuple[int, int], want: float) -> None:
+    """Of two responses it has two to this power times the tokens of their mean."""
+    picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths * 24, places=(ENDED,) * 48)
+    final = np.array(lengths * 24, dtype=np.float64)
+    found = outlook(seen(SPEC, as_configured(SPEC), picture=picture), final, num_slots=100)
+    assert found.unevenness == pytest.approx(want)
 
 
 def test_minibatches_that_do_not_divide_differ_by_one() -> None:

@@ -11,11 +11,15 @@ TIMES = np.array([[0.0, 1.0, 3.0, 7.0], [0.0, 10.0, 20.0, 21.0]])
 
 
 def test_between_two_points_a_value_lies_on_the_line_and_beyond_the_end_it_is_the_last() -> None:
-    got = values_at(TIMES, np.array([[0.0, 1.5, 9.0], [0.5, 2.0, -1.0]]))
-    assert got.tolist() == [[0.0, 2.0, 7.0], [5.0, 20.0, 0.0]]
+    got = values_at(TIMES, np.array([[0.0, 1.5, 9.0], [0.5, 2.0, 3.5]]))
+    assert got.tolist() == [[0.0, 2.0, 7.0], [5.0, 20.0, 21.0]]
 
 
-@pytest.mark.parametrize("values", [(0.0, 0.0), (2.0, 15.0), (6.9, 20.5), (7.0, 21.0)])
+def test_before_the_beginning_the_first_line_goes_on() -> None:
+    assert values_at(TIMES, np.array([[-1.0, -2.5], [-0.5, -3.0]])).tolist() == [[-1.0, -2.5], [-5.0, -30.0]]
+
+
+@pytest.mark.parametrize("values", [(-2.5, -30.0), (0.0, 0.0), (2.0, 15.0), (6.9, 20.5), (7.0, 21.0)])
 def test_a_rows_places_are_where_its_values_are(values: tuple[float, float]) -> None:
     places = places_of(TIMES, np.array(values))
     assert values_at(TIMES, places[:, None])[:, 0] == pytest.approx(values)
