@@ -49,8 +49,8 @@ PLANS = {
     "later": (80.0, (12, 28, 44, 52), (4, 6, 6, 6)),
     "late, with a larger one": (100.0, (20, 24, 40, 52), (6, 8, 8, 6)),
 }
-LATE = {"early, with a small trainer": 0.13, "later": 0.05, "late, with a larger one": 0.02}
-"""The forecast's lateness: at most 0.122, 0.046 and 0.016 over the seeds 0 to 4. It takes inference for never behind
+LATE = {"early, with a small trainer": 0.13, "later": 0.07, "late, with a larger one": 0.02}
+"""The forecast's lateness: at most 0.122, 0.068 and 0.009 over the seeds 0 to 4. It takes inference for never behind
 again once it has caught up, which an early start does not bear out."""
 MOST_LATE = {"early, with a small trainer": 0.13, "later": 0.08, "late, with a larger one": 0.11}
 """The same for a trainer that does not stream: at most 0.122, 0.073 and 0.1."""
@@ -82,7 +82,7 @@ def forecast(
 @pytest.mark.parametrize("name", PLANS)
 def test_the_end_is_forecast_from_the_start_and_not_early(name: str) -> None:
     found_s, want_s = ends_s(PUBLISHED, PLANS[name])
-    assert 0.995 * want_s <= found_s <= want_s * (1 + LATE[name])
+    assert 0.99 * want_s <= found_s <= want_s * (1 + LATE[name])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -228,15 +228,40 @@ def test_the_search_finds_the_best_plan_of_a_small_cluster_within_half_a_percent
     assert found.end_s <= best_of(seen, not_before(plans, earliest_start_s(seen))).end_s * 1.005
 
 
-def test_a_search_goes_on_from_the_best_plan_of_each_of_the_best_starts() -> None:
-    situation, simulated = opened(PUBLISHED, 0)
-    own = forecast(situation, simulated, tuple(range(512)))
-    coarse = family(own.cluster, 4, own.span_s)
-    ends_s, starts = own.ends_s(coarse), np.unique(coarse.start_s)
-    assert starts.size > BEGINNINGS
-    first = sorted(float(ends_s[coarse.start_s == start].min()) for start in starts)[:BEGINNINGS]
-    begins = [coarse.row(int(np.flatnonzero(ends_s == end_s)[0])) for end_s in first]
-    assert search(own, coarse, rounds=4).end_s == min(search(own, begin, rounds=4).end_s for begin in begins)
+def test_a_search_finds_what_searches_from_the_best_plans_of_two_starts_find() -> None:
+    """The second beginning ends sooner in one of these iterations."""
+    best = []
+    for seed in range(4):
+        situation, simulated = opened(load_scenario(ROOFLINE), seed)
+        own = forecast(situation, simulated, longest_first(situation))
+        coarse = not_before(family(own.cluster, 4, own.span_s), earliest_start_s(own))
+        ends_s = own.ends_s(coarse)
+        by_start = [np.flatnonzero(coarse.start_s == start) for start in np.unique(coarse.start_s)]
+        begins = sorted((int(rows[ends_s[rows].argmin()]) for rows in by_start), key=lambda row: float(ends_s[row]))
+        apart = [search(own, coarse.row(row), rounds=4).end_s for row in begins[:BEGINNINGS]]
+        assert search(own, coarse, rounds=4).end_s == min(apart)
+        best.append(apart.index(min(apart)))
+    assert len(set(best)) > 1
+
+
+@pytest.mark.parametrize(("lent_s", "num"), [(5000.0, 1), (50.0, 0)])
+def test_a_home_that_is_far_slower_than_lending_is_not_searched(
+    lent_s: float, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated, policy = SimulatedIteration(small(), 3), TidePolicy()
+    home = as_configured(simulated.spec)
+    situation = simulated.situations.situation(simulated.world(home), Remembered())
+    searched = list[int]()
+
+    def counted(own: Forecast, begin: Plans, *, rounds: int) -> Found:
+        searched.append(begin.count)
+        return search(own, begin, rounds=rounds)
+
+    monkeypatch.setattr("services.scheduler.policy.tide.foresight.search", counted)
+    lent = Found(Plans(np.zeros(1), np.full((1, 2), 2), np.full((1, 2), 2)), lent_s)
+    _, is_kept = Foresight(policy.rules).kept(situation, home, gpus_there(situation), lent)
+    assert len(searched) == num
+    assert is_kept == bool(num)
 
 
 def test_a_plan_that_waits_has_a_neighbour_that_starts_at_once() -> None:

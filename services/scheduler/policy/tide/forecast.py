@@ -26,7 +26,8 @@ each segment:
    Inference is described in `inference`.
 4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile. So
    do engines to which a sequence with tokens comes from the queue (`recomputed`). Engines that come get no sequence
-   once the queue is empty. GPUs that are asked to leave ahead of a minibatch's end do nothing until then.
+   once the queue is empty. Engines that are asked to leave ahead of a minibatch's end do nothing until then, and the
+   others make up for it.
 
 Invariants:
 - A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
@@ -153,7 +154,6 @@ class Forecast:
             u=np.zeros(count),
             aged=np.zeros(count),
             engines=np.full(count, float(cluster.num_engines if cluster.num_working is None else cluster.num_working)),
-            inference=np.full(count, float(cluster.num_inference_gpus)),
             scale=np.ones(count),
             has_started=np.broadcast_to(lots.starts < 0, shape),
             steps=np.broadcast_to(lots.steps, shape),
@@ -208,13 +208,14 @@ class Forecast:
         )
 
     def _segment(self, plans: Plans, column: int, before: Floats, at: At, minibatch: int) -> tuple[Segment, Floats]:
-        """The segment of a minibatch, and its trainer's GPUs: after the rollout's end those of the engines too."""
+        """The segment of a minibatch, and its trainer's GPUs. After the rollout's end those of the engines too, where
+        the rollout is over now or the trainer can still move."""
         cluster, costs = self.cluster, self.costs
         trainer, inference = plans.trainer[:, column].astype(np.float64), plans.inference[:, column].astype(np.float64)
         is_over = at.u >= self.left.load.last - 1e-6
         room = cluster.num_gpus - inference - np.where(is_over, 0, cluster.engine_size)
         fitting = np.maximum(room // cluster.unit_size, 0) * cluster.unit_size
-        # A trainer that cannot move in a minibatch must not count on a rollout that is just over.
+        # One that cannot move in a minibatch keeps to its plan: it would have too few GPUs if the rollout ended later.
         gets_all = is_over & (cluster.carries or self.left.load.last <= NO_STEPS)
         trainer = np.where(gets_all, fitting, np.minimum(trainer, fitting))
         spare = cluster.num_gpus - trainer - inference
@@ -234,7 +235,7 @@ class Forecast:
             infer_after_s=(starts_s if column == 0 else 0.0 * starts_s) + released_s,
             minibatch=minibatch,
             fixed_s=costs.update_s,
-            left_ahead_s=0.0 if is_unannounced else costs.release_s,
+            leave_s=0.0 if is_unannounced else costs.release_s,
             is_cut=cluster.carries,
         )
         return segment, trainer
@@ -270,7 +271,7 @@ class Forecast:
         working = np.where(at.u < load.queue_until, segment.engines, np.minimum(segment.engines, at.engines))
         slots = np.maximum(working, 1e-9) * self.cluster.max_running
         speed = slots / load.num_slots
-        at, stall_s = self._switched(at, working, slots, segment)
+        at, stall_s = self._switched(at, working, slots, segment.leave_s)
         scale = np.where(at.u < load.queue_until, speed, at.scale)
         times = self._times(working, scale, speed, at.u, at.aged)
         queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
@@ -304,7 +305,6 @@ class Forecast:
             u=u,
             aged=at.aged + past,
             engines=working,
-            inference=segment.inference,
             scale=scale,
             has_started=has_started,
             steps=steps,
@@ -315,32 +315,33 @@ class Forecast:
             is_mid=is_mid,
         )
 
-    def _switched(self, at: At, engines: Floats, slots: Floats, segment: Segment) -> tuple[At, Floats]:
+    def _switched(self, at: At, engines: Floats, slots: Floats, leave_s: float) -> tuple[At, Floats]:
         """After a switch: the moment, and by plan the seconds in which the remaining `engines` compute the caches of
-        moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
+        moved sequences and decode nothing, or make up for engines that left ahead. Sequences beyond the slots go to the
+        head of the queue. Where u goes back for them, caches of the queue there are paid twice."""
         load = self.left.load
         place = self._interval(at.u)
         is_running = at.u < load.last - 1e-6
         running = np.where(is_running, load.running[place] * at.scale, 0.0)
         had = np.maximum(at.engines, 1e-9) * self.cluster.max_running / load.num_slots
-        cached = running * self._kv_of_each(at.u[:, None], at.aged[:, None], had)[:, 0]
+        kv_of_each = self._kv_of_each(at.u[:, None], at.aged[:, None], had)[:, 0]
+        cached = running * kv_of_each
         share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
         stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
-        if segment.left_ahead_s:
-            leaving = np.where(is_running, np.maximum(at.engines - engines, 0.0), 0.0)
-            stall_s = stall_s + segment.left_ahead_s * leaving / np.maximum(engines, 1e-9)
-            lost = (
-                np.maximum(at.inference - segment.inference, 0.0) * segment.left_ahead_s * self.cluster.inference_rate
-            )
-            at = replace(at, ahead_tokens=at.ahead_tokens - lost)
         waits = at.u < load.queue_until
+        if leave_s:
+            after = np.where(waits, slots, running)
+            lost = self._tokens_per_s(running, kv_of_each, at.engines) * share
+            stall_s = stall_s + leave_s * lost / np.maximum(self._tokens_per_s(after, kv_of_each, engines), 1e-9)
         # The fewer run when the queue is empty, the more of the work is done before.
         more = np.where(waits, slots - at.scale * load.num_slots, 0.0)
         if not more.any():
             return at, stall_s
         moved = np.minimum(at.u + more * self._steps_after_queue / load.num_slots, load.queue_until)
         back = np.where(waits, np.maximum(running - slots, 0.0), 0.0)
-        steps = at.steps + self._waits(at, back, slots, place) if back.any() else at.steps
+        steps = at.steps
+        if back.any():
+            steps = steps + np.where(back[:, None] > 0, self._waits(at, back, slots, place), 0.0)
         return replace(at, u=np.where(waits, moved, at.u), steps=steps), stall_s
 
     def _waits(self, at: At, back: Floats, slots: Floats, place: Ints) -> Floats:
@@ -405,20 +406,14 @@ class Forecast:
     def _times(self, engines: Floats, scale: Floats, speed: Floats, u: Floats, aged: Floats) -> Floats:
         """By plan: seconds from u = 0 to each point of the grid, where the segment begins at `u`. `speed` follows from
         the engines."""
-        load, cluster, decode = self.left.load, self.cluster, self.costs.decode
+        load = self.left.load
         u, aged = np.where(u < load.queue_until, (u, aged), 0.0)
         first, of_plan = alike(engines.tolist(), scale.tolist(), u.tolist(), aged.tolist())
         running = load.running * (scale[first] / np.maximum(engines[first], 1e-9))[:, None]
         middles = load.step * np.linspace(0.5, load.running.size - 0.5, load.running.size)[None, :]
         since = (middles - u[first, None]) / speed[first, None]
         cached = running * self._kv_of_each(middles, aged[first, None] + since, speed[first])
-        over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
-        line = (
-            decode.base_s
-            + decode.per_sequence_s * np.minimum(running, cluster.max_running)
-            + decode.per_kv_token_s * np.minimum(cached, cluster.kv_capacity_tokens)
-        )
-        seconds = np.maximum(decode.floor_s, line) * over
+        seconds = self._step_s(running, cached)
         seconds[:, : self._num_queued] /= speed[first, None]
         seconds *= load.step
         if load.recomputed.any():
@@ -427,6 +422,25 @@ class Forecast:
         times = np.zeros((len(first), load.running.size + 1))
         np.minimum(seconds, NEVER_S, out=seconds).cumsum(axis=1, out=times[:, 1:])
         return times[of_plan]
+
+    def _step_s(self, running: Floats, cached: Floats) -> Floats:
+        """Seconds of a step of an engine with so many sequences and KV tokens. Those above its slots or its cache share
+        them with the others."""
+        cluster, decode = self.cluster, self.costs.decode
+        over = np.maximum(np.maximum(running / cluster.max_running, cached / cluster.kv_capacity_tokens), 1.0)
+        line = (
+            decode.base_s
+            + decode.per_sequence_s * np.minimum(running, cluster.max_running)
+            + decode.per_kv_token_s * np.minimum(cached, cluster.kv_capacity_tokens)
+        )
+        seconds: Floats = np.maximum(decode.floor_s, line) * over
+        return seconds
+
+    def _tokens_per_s(self, running: Floats, kv_of_each: Floats, engines: Floats) -> Floats:
+        """By plan: of so many running sequences on so many engines."""
+        of_each = running / np.maximum(engines, 1e-9)
+        rate: Floats = running / np.maximum(self._step_s(of_each, of_each * kv_of_each), 1e-12)
+        return rate
 
     @cached_property
     def _num_queued(self) -> int:

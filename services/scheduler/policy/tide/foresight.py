@@ -36,7 +36,8 @@ FAR_S = 1e6
 """The end that a remembered plan has where the forecast has none."""
 
 HOPELESS = 1.15
-"""From so many times the other plan's seconds on, a coarse plan is not improved: a search gains a tenth at most."""
+"""A coarse plan with every component at home that takes so many times as long as lending is not searched further: in 36
+settings a search gained at most 10 % there."""
 
 ELSEWHERE_GAIN = 0.01
 """The share by which a plan of the coarse family has to end sooner than the improved plan to take its place. At 0 the

@@ -61,10 +61,11 @@ class Inference:
         if self.left.num_tokens_ahead is None:
             return np.where(is_left, _served(self._left_tokens / rate, since), self.at.inferred_s)
         last = np.where(is_left, self.last_tokens, 0.0)
-        alone = since + last / max(self.cluster.copy_size * self.cluster.inference_rate, 1e-3)
+        longest = np.where(is_left, self.left.lots.longest_tokens[self.order], 0.0)
+        alone = since + longest / max(self.cluster.copy_size * self.cluster.inference_rate, 1e-3)
         seconds = self._unscored / rate
-        late = np.maximum(seconds - self._caught_up_s, 0.0)
-        scored = self._begin + seconds + late * (1.0 / self._share_ahead - 1.0)
+        after = np.maximum(seconds - self._caught_up_s, 0.0)
+        scored = self._begin + seconds + after * (1.0 / self._share_ahead - 1.0)
         ends = np.maximum(np.maximum(_served(last / rate, since), alone), scored)
         return np.where(is_left, ends, self.at.inferred_s)
 
@@ -75,8 +76,8 @@ class Inference:
         is_left = inferred_s > end_s[:, None]
         handed_on = np.where(self._is_left & ~is_left, self.tokens, 0.0).sum(axis=1)
         seconds = np.maximum(end_s[:, None] - self._begin, 0.0)
-        late = np.maximum(seconds - self._caught_up_s, 0.0)
-        scored = ((seconds - late * (1.0 - self._share_ahead)) * self._rate)[:, 0]
+        after = np.maximum(seconds - self._caught_up_s, 0.0)
+        scored = ((seconds - after * (1.0 - self._share_ahead)) * self._rate)[:, 0]
         scored = self.at.ahead_tokens + scored - handed_on
         share = np.minimum(np.maximum(end_s[:, None] / np.maximum(self.ended_s, 1e-3), 0.0), 1.0)
         ended = self.left.lots.ended_tokens[self.order]

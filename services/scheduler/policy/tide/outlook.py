@@ -52,7 +52,7 @@ GRID = 128
 """The number of intervals of u."""
 
 NO_STEPS = 1e-9
-"""The one interval of a rollout that is over: no plan may wait for its end."""
+"""The length of the one interval of a rollout that is over. It is so short that no plan waits for it."""
 
 BLOCKS = 512
 """A queue is started in at most so many blocks. Thousands of sequences one by one would take milliseconds."""
@@ -93,6 +93,7 @@ class Lots:
     tokens: of the responses.
     ended_tokens: of those that have ended.
     last_tokens: of the last response of each group.
+    longest_tokens: of the longest of these last responses.
     minibatch: the one that takes the lot, counted from the first that is not done, an open one included.
     due_tokens: of the groups that the trainer can take once this lot is handed on. With `arrival` they are the lot's
       own. In a fixed order the trainer takes groups by their numbers, and none before those that come before it.
@@ -104,6 +105,7 @@ class Lots:
     due_tokens: Floats
     ended_tokens: Floats
     last_tokens: Floats
+    longest_tokens: Floats
     is_ended: NDArray[np.bool_]
     is_handed_on: NDArray[np.bool_]
     minibatch: Ints
@@ -164,8 +166,8 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
 
 
 def _unevenness(groups: Floats) -> float:
-    """`groups`: [group, response] tokens. Expected maxima of normal values grow about as the logarithm of their
-    number."""
+    """`groups`: [group, response] tokens. Of 2 to some 32 normal values the expected largest is about linear in the
+    logarithm of their number."""
     size, mean = groups.shape[1], float(groups.mean())
     return math.log(float(groups.max(axis=1).mean()) / mean) / math.log(size) if size > 1 and mean else 0.0
 
@@ -250,7 +252,7 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
     first = np.flatnonzero(_is_first(kinds, width))
     if not first.size:
         none, no_bool, no_int = np.zeros(0), np.zeros(0, dtype=np.bool_), np.zeros(0, dtype=np.int64)
-        return Lots(none, none, none, none, none, none, no_bool, no_bool, no_int), (0,) * len(sizes)
+        return Lots(none, none, none, none, none, none, none, no_bool, no_bool, no_int), (0,) * len(sizes)
     end = np.maximum.reduceat(group_ends[order], first)
     start = np.minimum.reduceat(group_starts[order], first)
     tokens = by_member.sum(axis=1)
@@ -263,6 +265,7 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
         due_tokens=_due_tokens(order, first, end, minibatch, tokens) if is_fixed else tokens_of_lots,
         ended_tokens=np.add.reduceat(ended[order], first),
         last_tokens=np.add.reduceat(last_tokens[order], first),
+        longest_tokens=np.maximum.reduceat(last_tokens[order], first),
         is_ended=end <= 0,
         is_handed_on=is_ready[order][first],
         minibatch=minibatch[order][first],

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 
 import numpy as np
 
@@ -80,30 +81,27 @@ def search(forecast: Forecast, begin: Plans, *, rounds: int) -> Found:
     round gains at least `LEAST_GAIN_S`. A round is one forecast of all their neighbours."""
     begin = not_before(begin, earliest_start_s(forecast))
     plans = [begin] if begin.count == 1 else _best_by_start(begin, forecast.ends_s(begin))
-    best: list[Found] = []
+    best: Found | None = None
     for _ in range(rounds):
         near = [_near(forecast, plan) for plan in plans]
         until = np.cumsum([each.count for each in near])
         ends_s = np.split(forecast.ends_s(Plans.of(*near)), until[:-1])
         found = [_improved(each, own_s) for each, own_s in zip(near, ends_s, strict=True)]
-        best = [min((*best, *(each for each, _ in found)), key=_end_s)]
+        first = min((each for each, _ in found), key=attrgetter("end_s"))
+        best = first if best is None or first.end_s < best.end_s else best
         plans = [each.plan for each, is_better in found if is_better]
         if not plans:
             break
-    return best[0]
+    assert best is not None, "a search takes a round at least"
+    return best
 
 
 def _best_by_start(plans: Plans, ends_s: Floats) -> list[Plans]:
-    """The best plan of each of the best starts."""
-    order = np.argsort(ends_s, kind="stable").tolist()
+    """The best plan of each of the best starts. Starts that differ by less than a tenth of a second are one."""
     by_start: dict[float, int] = {}
-    for at in order:
-        by_start.setdefault(float(plans.start_s[at]), at)
+    for at in np.argsort(ends_s, kind="stable").tolist():
+        by_start.setdefault(round(float(plans.start_s[at]), 1), at)
     return [plans.row(at) for at in list(by_start.values())[:BEGINNINGS]]
-
-
-def _end_s(found: Found) -> float:
-    return found.end_s
 
 
 def search_beside(forecast: Forecast, plan: Plans, others: Plans) -> tuple[Found, Found]:

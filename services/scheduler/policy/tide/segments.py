@@ -18,7 +18,7 @@ from services.scheduler.state.observed import Floats, Ints
 class At:
     """How far each plan is.
 
-    t, u, engines, inference: by plan. `engines` have sequences; `inference` are the GPUs of the segment before.
+    t, u, engines: by plan. `engines` have sequences.
     aged: by plan, the steps of a sequence that runs all the time. They are more than u where fewer slots than the
       outlook's ran, or sequences went back to the queue.
     scale: by plan, the running sequences over those of the outlook.
@@ -32,7 +32,6 @@ class At:
     u: Floats
     aged: Floats
     engines: Floats
-    inference: Floats
     scale: Floats
     has_started: NDArray[np.bool_]
     steps: Floats
@@ -52,7 +51,7 @@ class Segment:
 
     rate: the trainer's tokens a second.
     train_after_s, infer_after_s: seconds of switching before the trainer, or inference, works.
-    left_ahead_s: GPUs that leave the rollout or inference do nothing for so long before the segment begins.
+    leave_s: engines that leave are asked so long before the segment begins, and do nothing until then.
     minibatch: the one that is trained; None: the segment ends after `train_after_s`.
     fixed_s: seconds of a minibatch that no GPU makes shorter.
     is_cut: the segment ends when the rollout is over, at the latest. A minibatch is not cut in the groups of its last
@@ -66,7 +65,7 @@ class Segment:
     infer_after_s: Floats
     minibatch: int | None
     fixed_s: float
-    left_ahead_s: float = 0.0
+    leave_s: float = 0.0
     is_cut: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +79,30 @@ def test_engines_that_are_asked_ahead_do_nothing_until_the_minibatch_ends() -> N
     assert late - soon >= 3.0 * 7, "seven of eight engines leave"
 
 
+def test_engines_that_leave_ahead_delay_by_no_more_than_their_absence_where_others_have_room() -> None:
+    """One sequence an engine: the others take those that come to them at the same speed."""
+    own = forecast(num_unfinished=8, spec=TWO_MINIBATCHES)
+    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4, kv_capacity_tokens=10**7)
+    soon, late = (replace(own, cluster=is_open, costs=replace(COSTS, release_s=release_s)) for release_s in (0.0, 3.0))
+    ends_s = [float(each.ends_s(plan(trainer=10, inference=2))[0]) for each in (soon, late)]
+    assert ends_s[1] - ends_s[0] <= 3.0
+
+
+def test_sequences_that_start_again_compute_their_caches_first() -> None:
+    """Eight of 4,000 tokens, on eight engines that compute 1,000 tokens a second."""
+    own = forecast(num_waiting=8)
+    slow = replace(own, costs=replace(COSTS, prefill_tokens_per_s=1000.0))
+    assert slow.over_s(8) - own.over_s(8) == pytest.approx(8 * 4000 / 8 / 1000)
+
+
+def test_a_plan_that_hands_nothing_back_is_not_changed_by_one_that_does() -> None:
+    own = forecast(num_waiting=4, spec=replace(SPEC, num_minibatches=3))
+    sizes = [[4, 4, 4], [4, 10, 10], [4, 8, 12]]
+    plans = Plans(np.zeros(3), np.array(sizes), np.full((3, 3), 2))
+    alone = [own.ends_s(plans.row(at))[0] for at in range(3)]
+    assert own.ends_s(plans).tolist() == alone
+
+
 def test_a_rollout_that_is_over_delays_no_plan() -> None:
     """A portion that ends at once gives the plan of a trainer that waits for none."""
     own = forecast(num_unfinished=0)
@@ -86,8 +111,8 @@ def test_a_rollout_that_is_over_delays_no_plan() -> None:
     assert some == pytest.approx(none, abs=0.1)
 
 
-def test_a_trainer_that_cannot_move_does_not_count_on_a_rollout_that_is_just_over() -> None:
-    """Only one that carries gradients gets the engines' GPUs as soon as they are free."""
+def test_a_trainer_that_cannot_move_in_a_minibatch_keeps_to_its_plan_after_the_rollouts_end() -> None:
+    """Only one that carries gradients gets the engines' GPUs in any case."""
     own = forecast(spec=TWO_MINIBATCHES)
     own = replace(own, cluster=replace(own.cluster, kv_capacity_tokens=10**7))
     small, large = (Plans(np.zeros(1), np.array([[4, last]]), np.array([[2, 2]])) for last in (4, 12))
@@ -96,19 +121,29 @@ def test_a_trainer_that_cannot_move_does_not_count_on_a_rollout_that_is_just_ove
     assert carries.ends_s(small)[0] == pytest.approx(carries.ends_s(large)[0], rel=0.05)
 
 
-def end_s(*, ahead: int | None, order: MinibatchOrder = MinibatchOrder.ARRIVAL) -> float:
-    """The end of an iteration with one response of each group left, on one GPU of a slow inference. `ahead`: tokens
+def end_s(
+    *,
+    ahead: int | None,
+    order: MinibatchOrder = MinibatchOrder.ARRIVAL,
+    num_prompts: int = 32,
+    last: float = 1400.0,
+    inference: int = 1,
+    copy_size: int = 1,
+    unevenness: float = 0.0,
+) -> float:
+    """The end of an iteration with one response of each group left, on some GPUs of a slow inference. `ahead`: tokens
     that are scored; None: inference does not score ahead."""
-    spec = replace(SPEC, scores_ahead=ahead is not None, minibatch_order=order)
+    spec = replace(SPEC, scores_ahead=ahead is not None, minibatch_order=order, num_prompts=num_prompts)
     is_last = np.arange(spec.num_prompts * spec.group_size) % spec.group_size == spec.group_size - 1
     places = tuple(np.where(is_last, np.arange(is_last.size) % 8, ENDED).tolist())
     picture = generation(spec, ALL_GENERATE.engines, lengths=(1000,) * is_last.size, places=places)
     situation = seen(spec, ALL_GENERATE, picture=picture, measured=(TrainerRate(Layout(tp=2, dp=2), 1e6),))
-    inference = Inference(ALL_GENERATE.inference, 1000.0, Inferring(num_tokens_ahead=ahead or 0))
-    situation = replace(situation, inference=inference)
-    left = outlook(situation, np.where(is_last, 1400.0, 1000.0), num_slots=8192)
-    found = Forecast(left, cluster_of(situation, ALL_GENERATE, gpus_there(situation)), COSTS)
-    (end,) = found.ends_s(plan(trainer=4, inference=1))
+    scorer = Inference(ALL_GENERATE.inference, 1000.0, Inferring(num_tokens_ahead=ahead or 0))
+    situation = replace(situation, inference=scorer)
+    left = replace(outlook(situation, np.where(is_last, last, 1000.0), num_slots=8192), unevenness=unevenness)
+    own = cluster_of(situation, ALL_GENERATE, gpus_there(situation))
+    cluster = replace(own, copy_size=copy_size, kv_capacity_tokens=10**7)
+    (end,) = Forecast(left, cluster, COSTS).ends_s(plan(trainer=4, inference=inference))
     return float(end)
 
 
@@ -127,3 +162,18 @@ def test_no_more_is_scored_ahead_than_has_ended() -> None:
     """The last responses, 32 of 1400 tokens at 1000 a second, are left in any case."""
     most, more = (end_s(ahead=tokens) for tokens in (96_000, 10**9))
     assert more == most >= 32 * 1.4
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_copies_that_score_ahead_wait_for_the_longest_response(share: float) -> None:
+    """Four copies do this share of their work, as no complete group waits: 32 groups have 8,000 tokens each."""
+    unevenness = -math.log(share) / math.log(4)
+    found_s = end_s(ahead=0, last=5000.0, inference=4, unevenness=unevenness)
+    begins_s = COSTS.release_s + COSTS.inference_start_s
+    assert found_s == pytest.approx(begins_s + 32 * 8000 / (4 * 1000) / share, rel=0.01)
+
+
+def test_a_response_is_scored_by_one_copy_of_several_gpus() -> None:
+    """Of one group the last response has 5,000 tokens, at 1,000 a second and GPU."""
+    one, four = (end_s(ahead=3000, num_prompts=1, last=5000.0, inference=4, copy_size=size) for size in (1, 4))
+    assert one - four == pytest.approx(5.0 - 5.0 / 4, abs=0.01)
