@@ -17,6 +17,8 @@ A ratio compares runs on the same lengths:
    0 to 9, so it runs on 10 to 19. The fit counts while `static_off_published`, `dynarl_off_published` and
    `dynarl_priority_off_published` meet their goals: the distances of medians from the published 985 s, 1.34 and 1.46.
 4. The cost of simulating.
+
+It takes two hours on two cores. A stopped run goes on where it was, at the same commit (`benchmarks/parts.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
-from benchmarks.clairvoyant.search import Found, clairvoyant_schedule
+from benchmarks.clairvoyant.search import clairvoyant_schedule
 from benchmarks.contenders import COMPARED, SCENARIO, compared, contenders, policies, ratios
 from benchmarks.direct import simulate
-from benchmarks.iteration_best import best_schedules, by_hints_figures, searched_case, worst_cell_best
+from benchmarks.iteration_best import best_case, by_hints_figures, searched_case, worst_cell_best
 from benchmarks.iteration_grid import BASE, CELLS, figures_of
+from benchmarks.parts import kept_in, part
 from benchmarks.report import Report, arguments, publish, spread
 from services.scheduler.policy.static import StaticPolicy
 from simulator.policies import Contender, policies_of
@@ -66,13 +69,24 @@ GOALS = {
 }
 
 
-def clairvoyant(scenario: Scenario, seed: int, *, is_quick: bool = False) -> Found:
-    """The best schedule."""
+def clairvoyant(scenario: Scenario, seed: int, *, is_quick: bool = False) -> dict[str, Any]:
+    """The best schedule, as a case has it."""
     if is_quick:
-        return clairvoyant_schedule(scenario, seed=seed, evaluations=QUICK_EVALUATIONS)
-    policies_there = {**policies_of(BEGINS, scenario), "static split": StaticPolicy()}
-    others = {name: Contender(scenario, policy) for name, policy in policies_there.items()}
-    return clairvoyant_schedule(scenario, seed=seed, evaluations=EVALUATIONS, others=others)
+        found = clairvoyant_schedule(scenario, seed=seed, evaluations=QUICK_EVALUATIONS)
+    else:
+        policies_there = {**policies_of(BEGINS, scenario), "static split": StaticPolicy()}
+        others = {name: Contender(scenario, policy) for name, policy in policies_there.items()}
+        found = clairvoyant_schedule(scenario, seed=seed, evaluations=EVALUATIONS, others=others)
+    own = found.schedule
+    return {
+        "clairvoyant_s": found.seconds,
+        "clairvoyant_from": found.origin,
+        "clairvoyant_found_by_evaluation": found.nth,
+        "start_s": own.start_s,
+        "trainer_gpus": own.trainer,
+        "inference_gpus": own.inference,
+        "waits": own.waits,
+    }
 
 
 def spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -84,15 +98,15 @@ def spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return figures
 
 
-def beside_clairvoyant(base: Mapping[str, Any], found: Sequence[Found]) -> dict[str, float]:
-    """The figures of the base cell. `base`: its case; `found`: the best schedules by its seeds, in their order.
+def beside_clairvoyant(base: Mapping[str, Any], found_s: Sequence[float]) -> dict[str, float]:
+    """The figures of the base cell. `base`: its case; `found_s`: the best schedules' seconds, by its seeds.
 
     A policy that ends sooner than the best schedule takes its place: the search opens in fewer ways than policies do.
     """
     by_seed_s = base["by_seed_s"]
     rows = []
-    for at, each in enumerate(found):
-        best_s = min(each.seconds, *(by_seed_s[name][at] for name in COMPARED))
+    for at, seconds in enumerate(found_s):
+        best_s = min(seconds, *(by_seed_s[name][at] for name in COMPARED))
         rows.append({f"{name}_over_clairvoyant": by_seed_s[name][at] / best_s for name in BESIDE_CLAIRVOYANT})
     return spreads(rows)
 
@@ -132,28 +146,51 @@ def main() -> int:
     cells = CELLS[:1] if is_quick else CELLS
     seeds = PUBLISHED_SEEDS[:1] if is_quick else PUBLISHED_SEEDS
     base_seeds = BASE.seeds[:1] if is_quick else BASE.seeds
+    kept = None if is_quick else kept_in("iteration_sim")
     with ProcessPoolExecutor() as pool:
         among = pool.submit(contenders, published)
-        searches = [pool.submit(clairvoyant, BASE.scenario(), seed, is_quick=is_quick) for seed in base_seeds]
-        searched = {seed: pool.submit(clairvoyant, published, seed, is_quick=is_quick) for seed in seeds[:NUM_SEARCHED]}
+
+        def searches(name: str, scenario: Scenario, seeds: Sequence[int]) -> dict[int, Future[Any]]:
+            return {
+                seed: pool.submit(part, kept, f"{name} {seed}", clairvoyant, scenario, seed, is_quick=is_quick)
+                for seed in seeds
+            }
+
+        of_base = searches("search base", BASE.scenario(), base_seeds)
+        of_published = searches("search published", published, seeds[:NUM_SEARCHED])
         grid = [
-            pool.submit(searched_case, cell, cell.seeds[:1] if is_quick else cell.seeds, is_searched=cell is not BASE)
+            pool.submit(
+                part,
+                kept,
+                cell.name,
+                searched_case,
+                cell,
+                cell.seeds[:1] if is_quick else cell.seeds,
+                is_searched=cell is not BASE,
+            )
             for cell in cells
         ]
-        seconds = {seed: pool.submit(compared, among.result(), seed, directly=True) for seed in seeds}
+        seconds = {
+            seed: pool.submit(part, kept, f"published {seed}", compared, among.result(), seed, directly=True)
+            for seed in seeds
+        }
     cases = [each.result() for each in grid]
-    found = [each.result() for each in searches]
+    found = {seed: each.result() for seed, each in of_base.items()}
     rows = {seed: each.result() for seed, each in seconds.items()}
+    searched = {seed: each.result() for seed, each in of_published.items()}
     for seed, each in searched.items():
-        rows[seed]["clairvoyant"] = each.result().seconds
-    cases[0] |= best_schedules(cases[0], dict(zip(base_seeds, found, strict=True)))
-    figures = figures_of(cases) | beside_clairvoyant(cases[0], found) | published_figures(list(rows.values()))
+        rows[seed]["clairvoyant"] = each["clairvoyant_s"]
+    cases[0] |= best_case(
+        cases[0], {seed: (each["clairvoyant_s"], each["clairvoyant_from"]) for seed, each in found.items()}
+    )
+    own_s = [each["clairvoyant_s"] for each in found.values()]
+    figures = figures_of(cases) | beside_clairvoyant(cases[0], own_s) | published_figures(list(rows.values()))
     figures |= {"best_schedule_in_worst_cell": worst_cell_best(cases), **by_hints_figures(cases)}
     figures |= costs_of_simulating(published)
-    cases += [_found_case(f"base, seed {seed}", each) for seed, each in zip(base_seeds, found, strict=True)]
+    cases += [{"case": f"base, seed {seed}, clairvoyant", **each} for seed, each in found.items()]
     for seed, row in rows.items():
         cases.append({"case": f"published, seed {seed}", **{f"{key}_s": value for key, value in row.items()}})
-    cases += [_found_case(f"published, seed {seed}", each.result()) for seed, each in searched.items()]
+    cases += [{"case": f"published, seed {seed}, clairvoyant", **each} for seed, each in searched.items()]
     report = Report(
         name="iteration_sim",
         figures=figures,
@@ -162,20 +199,6 @@ def main() -> int:
         against="the same lengths under the other policies, a search with the future, and what DynaRL published",
     )
     return publish(report, options)
-
-
-def _found_case(name: str, found: Found) -> dict[str, Any]:
-    own = found.schedule
-    return {
-        "case": f"{name}, clairvoyant",
-        "clairvoyant_s": found.seconds,
-        "clairvoyant_from": found.origin,
-        "clairvoyant_found_by_evaluation": found.nth,
-        "start_s": own.start_s,
-        "trainer_gpus": own.trainer,
-        "inference_gpus": own.inference,
-        "waits": own.waits,
-    }
 
 
 if __name__ == "__main__":
