@@ -320,6 +320,8 @@ class Forecast:
         moved sequences and decode nothing, or make up for engines that left ahead. Sequences beyond the slots go to the
         head of the queue. Where u goes back for them, caches of the queue there are paid twice."""
         load = self.left.load
+        if not (engines < at.engines).any() and not (slots != at.scale * load.num_slots).any():
+            return at, np.zeros(at.t.size)
         place = self._interval(at.u)
         is_running = at.u < load.last - 1e-6
         running = np.where(is_running, load.running[place] * at.scale, 0.0)
