@@ -125,7 +125,7 @@ class Outlook:
     """Tokens that inference has scored of groups that have not ended. None: it does not score ahead."""
 
     unevenness: float = 0.0
-    """Of n responses the longest has n**unevenness times the tokens of their mean, for n up to a few groups."""
+    """The longest of n responses has n**unevenness times the tokens of their mean, for n up to a few groups."""
 
     def tokens_of(self, minibatch: int) -> float:
         """The tokens of the minibatch's lots. With `arrival` the lots are those of the outlook's order."""

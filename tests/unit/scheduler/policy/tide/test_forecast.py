@@ -174,6 +174,6 @@ def test_copies_that_score_ahead_wait_for_the_longest_response(share: float) -> 
 
 
 def test_a_response_is_scored_by_one_copy_of_several_gpus() -> None:
-    """Of one group the last response has 5,000 tokens, at 1,000 a second and GPU."""
+    """The last response of the one group has 5,000 tokens, at 1,000 a second and GPU."""
     one, four = (end_s(ahead=3000, num_prompts=1, last=5000.0, inference=4, copy_size=size) for size in (1, 4))
     assert one - four == pytest.approx(5.0 - 5.0 / 4, abs=0.01)

@@ -63,7 +63,7 @@ def test_what_runs_and_what_it_caches_is_counted_at_every_step() -> None:
 
 @pytest.mark.parametrize(("length", "again"), [(100, 10 * 50.0), (0, 0.0)])
 def test_a_sequence_that_starts_again_computes_the_tokens_that_it_has(length: int, again: float) -> None:
-    """Of half of the length, as `ending` gives it to unfinished ones. A fresh one computes none."""
+    """Unfinished ones have half of the length here. A fresh one computes none."""
     lengths, places = ending(SPEC, num_engines=4, num_unfinished=30, num_unsubmitted=10, length=length)
     picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
     final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, 500.0, 0.0)
@@ -131,7 +131,7 @@ def test_complete_groups_come_by_their_longest_response() -> None:
 
 @pytest.mark.parametrize(("lengths", "want"), [((10, 10), 0.0), ((10, 30), math.log2(1.5))])
 def test_unevenness_tells_how_much_longer_the_longest_response_is(lengths: tuple[int, int], want: float) -> None:
-    """Of two responses it has two to this power times the tokens of their mean."""
+    """The longer of two responses has two to this power times the tokens of their mean."""
     picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths * 24, places=(ENDED,) * 48)
     final = np.array(lengths * 24, dtype=np.float64)
     found = outlook(seen(SPEC, as_configured(SPEC), picture=picture), final, num_slots=100)
