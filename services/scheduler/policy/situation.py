@@ -101,10 +101,15 @@ class Situation:
         return len(self.generation.lengths)
 
     @cached_property
+    def law_in_force(self) -> LengthLaw:
+        """The law of lengths that the iteration supports: as told, or another."""
+        return supported_law(self.generation, self.lengths)
+
+    @cached_property
     def expected_lengths(self) -> Floats:
-        """By sequence: the tokens that it is expected to end with, under the law that the iteration supports. Kept,
-        because a decision may search twice."""
-        return final_lengths(self.generation, supported_law(self.generation, self.lengths))
+        """By sequence: the tokens that it is expected to end with, under the law in force. Kept, because a decision may
+        search twice."""
+        return final_lengths(self.generation, self.law_in_force)
 
     @property
     def inference_tokens_per_s_per_gpu(self) -> float:

@@ -58,7 +58,7 @@ class TideSection(Section):
     short_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     shorts_a_long: Positive = 1
     fresh_share: Annotated[float, Field(ge=0, le=1)] = 0.01
-    rounds: Positive = 4
+    rounds: Positive = 3
 
 
 class SchedulerSection(Section):
