@@ -37,6 +37,7 @@ from simulator.job_scenario import COST_KEYS, micro_batches_of
 from simulator.lengths import Lengths
 from simulator.model import ModelSection
 from simulator.paced import paced_costs
+from simulator.physics.sections import PhysicsLaw
 from simulator.scenario import Scenario
 from simulator.world import World
 from tidegate.config.job_config import JobConfig
@@ -166,6 +167,7 @@ def _law(run: RecordedRun) -> Iterator[FittedValue]:
 
 
 def _room(run: RecordedRun) -> Iterator[FittedValue]:
+    yield FittedValue("physics.law", PhysicsLaw.PUBLISHED_FIT.value, "the times of costs")
     yield FittedValue("costs.engine.gpus_per_engine", 1, "")
     yield FittedValue("costs.engine.max_running", run.config.rollout.max_running_requests, "")
     yield FittedValue("costs.engine.kv_capacity_tokens", run.kv_capacity_tokens, "as the engines reported")

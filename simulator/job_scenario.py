@@ -95,7 +95,7 @@ class PredictionBasis:
     is_calibrated: bool
     prompt_tokens: int | None = None
     token_cost: int = 0
-    physics: PhysicsSection = field(default_factory=PhysicsSection)
+    physics: PhysicsSection = field(default_factory=lambda: PhysicsSection(law=PhysicsLaw.PUBLISHED_FIT))
 
     @property
     def is_computed(self) -> bool:

@@ -75,7 +75,7 @@ def physics_faults(scenario: ScenarioSections) -> list[str]:
 def _idle_faults(scenario: ScenarioSections) -> Iterator[str]:
     """A scenario that another one was dumped into has all keys, so those with their defaults are let pass."""
     for name, usual in PhysicsSection():
-        if getattr(scenario.physics, name) == usual:
+        if name == "law" or getattr(scenario.physics, name) == usual:
             continue
         yield (
             f"physics.{name} is set, and physics.law={scenario.physics.law} takes the times of costs: set "

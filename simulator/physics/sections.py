@@ -1,7 +1,7 @@
 """The section `physics` of a scenario: which law its times follow, and every number of the law.
 
-`published_fit`  the times are those of the section `costs`, which were fitted to the published timeline
 `roofline`       the times are computed from the model, the GPU and the numbers of this section
+`published_fit`  the times are those of the section `costs`: as given, by default fitted to the published timeline
 
 A number is marked P (published), F (fitted to a published figure) or A (assumed).
 """
@@ -122,7 +122,7 @@ class MovePhysics(Section):
 class PhysicsSection(Section):
     """`shape` and `gpu` replace what `model` and `hardware` name."""
 
-    law: PhysicsLaw = PhysicsLaw.PUBLISHED_FIT
+    law: PhysicsLaw = PhysicsLaw.ROOFLINE
     model: ModelName = ModelName.QWEN25_7B
     hardware: GpuName = GpuName.H100
     shape: ShapeSection | None = None

@@ -86,6 +86,7 @@ def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, 
     order, streams = draw(st.sampled_from(["arrival", "fixed"])), draw(st.booleans())
     return parse_scenario(
         {
+            "physics": {"law": "published_fit"},
             "cluster": {"nodes": nodes, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
             "actor_layout": {"tp": 2, "dp": 2},
             "actor_layouts": draw(st.sampled_from([[], [{}], [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}]])),

@@ -83,6 +83,7 @@ def _simulated(name: str) -> Seen:
     """Eight GPUs, small enough to be read. Without what changed nothing and asked nothing."""
     scenario = parse_scenario(
         {
+            "physics": {"law": "published_fit"},
             "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
             "algorithm": {"prompts_per_iteration": PROMPTS.get(name, 8), "group_size": 2, "n_minibatches": 2},
             "lengths": {"median_tokens": 800, "max_tokens": 4000},

@@ -26,6 +26,7 @@ from tests import effort
 
 SMALL = parse_scenario(
     {
+        "physics": {"law": "published_fit"},
         "cluster": {"nodes": {"n0": 4}, "placement": {"actor": "0", "rollout": "1-2", "inference": "3"}},
         "algorithm": {"prompts_per_iteration": 6, "group_size": 2, "n_minibatches": 2},
         "lengths": {"median_tokens": 800, "max_tokens": 4000},

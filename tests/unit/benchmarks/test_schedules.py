@@ -22,6 +22,7 @@ from simulator.world import World
 GPUS = 12
 SMALL = parse_scenario(
     {
+        "physics": {"law": "published_fit"},
         "cluster": {"nodes": {"n0": GPUS}, "placement": {"actor": "0-1", "rollout": "2-9", "inference": "10-11"}},
         "actor_layout": {"tp": 2},
         "algorithm": {"prompts_per_iteration": 24, "group_size": 4, "n_minibatches": 3},

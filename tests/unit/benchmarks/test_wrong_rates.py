@@ -22,6 +22,7 @@ from simulator.scenario import parse_scenario
 
 SMALL = parse_scenario(
     {
+        "physics": {"law": "published_fit"},
         "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-6", "inference": "7"}},
         "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
         "lengths": {"median_tokens": 800, "max_tokens": 4000},

@@ -82,6 +82,7 @@ CALIBRATED = """
 cluster: {nodes: {n0: 1}, placement: {rollout: 0}}
 algorithm: {prompt_tokens: 7}
 lengths: {median_tokens: 9, min_tokens: 1, max_tokens: 64}
+physics: {law: published_fit}
 costs: {engine: {gpus_per_engine: 1}, trainer: {fixed_s: 0.25}}
 """
 
@@ -244,6 +245,7 @@ def test_every_assumption_of_a_config_is_one_of_its_scenarios(tmp_path: Path) ->
 def test_reshards_move_the_model_of_a_calibrated_scenario(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     raw = {
+        "physics": {"law": "published_fit"},
         "cluster": {"nodes": {"n0": 2}, "placement": {"rollout": "0-1"}},
         "model": {"num_layers": 4},
         "lengths": {"min_tokens": 1},
@@ -301,7 +303,9 @@ def test_times_are_computed_for_the_gpu_that_is_named(plans: Plans) -> None:
 def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, scenario = str(small_file(tmp_path)), str(tmp_path / "scenario.yaml")
     Path(scenario).write_text("cluster: {nodes: {n0: 1}, placement: {rollout: 0}}\nlenths: {}\n")
-    (fits_not := tmp_path / "other.yaml").write_text("cluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\n")
+    (fits_not := tmp_path / "other.yaml").write_text(
+        "cluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\nphysics: {law: published_fit}\n"
+    )
     (computed := tmp_path / "computed.yaml").write_text(
         "name: x\ncluster: {nodes: {n0: 2}, placement: {rollout: 0-1}}\nphysics: {law: roofline}\n"
     )

@@ -22,6 +22,7 @@ cluster:
   placement: {actor: 0-1, rollout: 2-5, inference: 6-7}
 algorithm: {prompts_per_iteration: 8, group_size: 4, n_minibatches: 2}
 lengths: {median_tokens: 400, max_tokens: 2000}
+physics: {law: published_fit}
 """
 
 

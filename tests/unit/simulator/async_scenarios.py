@@ -6,6 +6,7 @@ from typing import Any
 
 RAW: dict[str, Any] = {
     "name": "async",
+    "physics": {"law": "published_fit"},
     "cluster": {"nodes": {"n0": 8, "n1": 8}, "placement": {"actor": "0-7", "inference": "8-9", "rollout": "10-15"}},
     "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
     "lengths": {"median_tokens": 400, "max_tokens": 4000},

@@ -14,6 +14,7 @@ from tidegate.types import GpuId, Layout
 GPUS = tuple(GpuId(f"n{index // 2}/{index % 2}") for index in range(4))
 SCENARIO = {
     "name": "small",
+    "physics": {"law": "published_fit"},
     "cluster": {"nodes": {"n0": 2, "n1": 2}, "placement": {"actor": "0", "rollout": "1-2", "inference": "3"}},
 }
 

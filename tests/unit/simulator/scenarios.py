@@ -9,6 +9,7 @@ from simulator.scenario import Scenario, load_scenario, parse_scenario
 
 PUBLISHED = Path(__file__).parents[3] / "examples/scenarios/published_64gpu.yaml"
 SMALL: dict[str, Any] = {
+    "physics": {"law": "published_fit"},
     "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
     "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
     "lengths": {"median_tokens": 800, "max_tokens": 4000},

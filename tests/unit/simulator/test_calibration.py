@@ -85,6 +85,7 @@ def test_the_scenario_has_the_layouts_that_a_policy_of_the_job_may_choose(tmp_pa
 
 def small(scenario: Scenario) -> dict[str, object]:
     return {
+        "physics": scenario.physics,
         "cluster": scenario.cluster.model_dump(),
         "actor_layout": scenario.actor_layout,
         "costs": {"engine": {"gpus_per_engine": 1}},

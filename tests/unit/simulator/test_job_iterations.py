@@ -13,6 +13,7 @@ from simulator.lengths import Lengths
 from simulator.scenario import Scenario, ScenarioError, parse_scenario
 
 SMALL: dict[str, Any] = {
+    "physics": {"law": "published_fit"},
     "cluster": {"nodes": {"n0": 4, "n1": 4}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
     "algorithm": {"prompts_per_iteration": 16, "group_size": 4, "n_minibatches": 2},
     "lengths": {"median_tokens": 800, "max_tokens": 30_000},

@@ -24,6 +24,7 @@ from simulator.scheduled import Finished, JobFailed, Scheduled
 from tests import effort
 
 THREE_NODES: dict[str, Any] = {
+    "physics": {"law": "published_fit"},
     "cluster": {
         "nodes": {"n0": 4, "n1": 4, "n2": 4},
         "placement": {"actor": "0-1", "rollout": "2-7", "inference": "8-11"},

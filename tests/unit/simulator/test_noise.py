@@ -10,6 +10,7 @@ from simulator.scenario import parse_scenario
 from simulator.world import World
 
 SCENARIO = {
+    "physics": {"law": "published_fit"},
     "cluster": {"nodes": {"n0": 8}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}},
     "algorithm": {"prompts_per_iteration": 8, "group_size": 4, "n_minibatches": 2},
     "lengths": {"median_tokens": 200, "max_tokens": 1000},

@@ -10,7 +10,7 @@ from simulator.scenario import parse_scenario
 from simulator.world import World
 from tidegate.types import Layout
 
-PUBLISHED = {"cluster": {"nodes": {"n0": 64}, "placement": {"rollout": "0-63"}}}
+PUBLISHED = {"physics": {"law": "published_fit"}, "cluster": {"nodes": {"n0": 64}, "placement": {"rollout": "0-63"}}}
 
 
 def static(world: World) -> dict[What, float]:

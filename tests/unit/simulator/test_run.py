@@ -72,6 +72,7 @@ def test_a_policy_trains_every_sample_once_and_the_same_seed_gives_the_same_run(
 @pytest.mark.parametrize("name", ["phases", "dynarl", "tide"])
 def test_a_trainer_gets_numbers_of_gpus_that_copies_of_its_home_cannot_make(name: str) -> None:
     odd: dict[str, Any] = {
+        "physics": {"law": "published_fit"},
         "cluster": {"nodes": {"n0": 7}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6"}},
         "algorithm": {"prompts_per_iteration": 28, "group_size": 4, "n_minibatches": 4},
         "actor_layout": {"tp": 2},
@@ -182,6 +183,7 @@ def test_a_component_gets_other_gpus_a_minute_after_the_loss_of_all_its_own() ->
 
 THREE_NODES: dict[str, Any] = {
     **SMALL,
+    "physics": {"law": "published_fit"},
     "cluster": {
         "nodes": {"n0": 4, "n1": 4, "n2": 4},
         "placement": {"actor": "0-1", "rollout": "2-7", "inference": "8-11"},
@@ -247,6 +249,7 @@ def test_under_static_a_job_continues_without_a_copy_of_the_inference() -> None:
 def test_a_trainer_gets_other_gpus_after_the_loss_of_one_that_it_waits_for() -> None:
     scenario = parse_scenario(
         {
+            "physics": {"law": "published_fit"},
             "cluster": {"nodes": {"n0": 12}, "placement": {"actor": "0-3", "rollout": "4-9", "inference": "10-11"}},
             "actor_layout": {"tp": 2, "dp": 2},
             "algorithm": {"prompts_per_iteration": 12, "group_size": 1, "n_minibatches": 1, "streams": False},
@@ -362,6 +365,7 @@ def test_a_trainer_stays_in_place_if_its_minibatch_is_longer_than_the_commands_d
     cluster = {"nodes": {"n0": 4, "n1": 4}, "placement": {"actor": "0-1", "rollout": "2-5", "inference": "6-7"}}
     algorithm = {"prompts_per_iteration": 8, "group_size": 4, "n_minibatches": 2, "prompt_tokens": endless}
     lengths = {"median_tokens": endless, "max_tokens": endless}
-    scenario = parse_scenario({"cluster": cluster, "algorithm": algorithm, "lengths": lengths})
+    physics = {"law": "published_fit"}
+    scenario = parse_scenario({"physics": physics, "cluster": cluster, "algorithm": algorithm, "lengths": lengths})
     run = simulate(scenario, TidePolicy(), name="tide")
     check_whole(run, scenario)

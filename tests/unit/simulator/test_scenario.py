@@ -22,6 +22,7 @@ cluster:
     rollout: 2-5
     inference: 6
 algorithm: {prompts_per_iteration: 4, group_size: 2, n_minibatches: 2}
+physics: {law: published_fit}
 """
 
 
@@ -122,7 +123,7 @@ def test_a_scenario_has_the_limits_of_the_actors_micro_batches(tmp_path: Path) -
 
 def test_a_model_that_the_actors_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "actor_layout: {tp: 2}\nmodel: {num_heads: 27, num_kv_heads: 3}\n")
-    with pytest.raises(ScenarioError, match=r"actor_layout\.tp=2, pp=1 cannot hold the model: 3 key/value .*:8"):
+    with pytest.raises(ScenarioError, match=r"actor_layout\.tp=2, pp=1 cannot hold the model: 3 key/value .*:9"):
         load_scenario(path)
 
 
@@ -188,7 +189,7 @@ def test_a_scenario_that_is_not_yaml_is_refused_in_one_line_with_the_place(tmp_p
 
 def test_a_fault_in_a_scenario_file_names_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD + "sed: 1\n")
-    with pytest.raises(ScenarioError, match=f"nearest known key is 'seed'.*{path}:8"):
+    with pytest.raises(ScenarioError, match=f"nearest known key is 'seed'.*{path}:9"):
         load_scenario(path)
 
 

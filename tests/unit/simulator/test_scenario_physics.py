@@ -26,6 +26,7 @@ physics: {law: roofline, model: Qwen2.5-1.5B, hardware: H100}
 algorithm: {prompts_per_iteration: 16, group_size: 4, n_minibatches: 2}
 lengths: {median_tokens: 1000, max_tokens: 8000}
 """
+PLAIN = "cluster: {nodes: {n0: 8}, placement: {rollout: 0-7}}\n"
 LARGE = (
     "physics.model=Qwen2.5-32B",
     "actor_layout={tp: 4, dp: 2}",
@@ -119,10 +120,16 @@ def test_experts_and_copies_of_the_inference_must_divide(tmp_path: Path) -> None
         scenario(tmp_path, *odd)
 
 
-def test_a_scenario_without_physics_has_the_costs_of_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text("cluster: {nodes: {n0: 8}, placement: {rollout: 0-7}}\n")
-    old = load_scenario(path)
+def test_a_scenario_without_physics_has_computed_times(tmp_path: Path) -> None:
+    (path := tmp_path / "plain.yaml").write_text(PLAIN)
+    laws = load_scenario(path).laws()
+    assert laws == load_scenario(path, ["physics={law: roofline, model: Qwen2.5-7B, hardware: H100}"]).laws()
+    assert laws.engine != Costs().engine
+
+
+def test_a_scenario_of_given_costs_has_those_of_its_file(tmp_path: Path) -> None:
+    (path := tmp_path / "old.yaml").write_text(PLAIN)
+    old = load_scenario(path, ["physics.law=published_fit"])
     assert old.laws() is old.costs == Costs()
     assert not [each.key for each in used_assumptions(old) if each.key.startswith(("physics", "noise"))]
 
