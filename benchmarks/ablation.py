@@ -67,6 +67,7 @@ TOLD_TRIED = (
     ("roofline", "hints of other prompts"),
     ("roofline", "trainer x0.7"),
     ("published_fit", "trainer x1.3"),
+    ("published_fit", "spreads x0.5, hints of other prompts, trainer x1.3"),
     ("roofline", "spreads x2, median x0.5, decoding x0.7"),
 )
 

@@ -100,6 +100,31 @@ def _without_changes(is_left_out: Callable[[Ints, Ints], Any]) -> Instead:
     return Instead(plans, "_changes", other)
 
 
+def _without_starting_at_once(present: Callable[..., Iterator[Change]]) -> Callable[..., Iterator[Change]]:
+    return lambda *args, **options: (each for each in present(*args, **options) if each[0] != -np.inf)
+
+
+def _without_caches(present: Callable[..., Any]) -> Callable[..., Any]:
+    """Sequences of the queue start without computing caches again."""
+    return lambda starts, ends, cached, recomputed, num_slots: present(
+        starts, ends, cached, np.zeros_like(recomputed), num_slots
+    )
+
+
+def _with_nothing_ahead(present: Callable[..., Any]) -> Callable[..., Any]:
+    """Engines that leave ahead of a minibatch's end decode until then."""
+    return lambda self, at, engines, slots, leave_s: present(self, at, engines, slots, 0.0)
+
+
+def _by_number(present: Callable[..., Any]) -> Callable[..., Any]:
+    """Complete groups in the order of their numbers."""
+
+    def other(situation: Situation, starts: Floats, ends: Floats, longest: Floats, minibatch: Ints) -> Any:
+        return present(situation, starts, ends, np.arange(longest.size, dtype=np.float64), minibatch)
+
+    return other
+
+
 def _as_long_as_told(picture: Generation, groups: Ints | None = None) -> Observed:
     """No response has shown anything."""
     none, no_int = np.zeros(picture.num_groups), np.zeros(0, dtype=np.int64)
@@ -188,6 +213,12 @@ PARTS: Mapping[str, Part] = {
     ),
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
+    "a search from two starts": Part(_named(plans, "BEGINNINGS", 1), kinds=STREAMED),
+    "a neighbour that starts at once": Part((Instead(plans, "_changes", _without_starting_at_once),), kinds=STREAMED),
+    "a told rate that is doubted": Part(
+        _named(foresight, "DOUBTED_RATE", 1.0),
+        kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
+    ),
     "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) == 1),)),
     "the same from a minibatch on": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) > 1),)),
     # Moves
@@ -228,6 +259,19 @@ PARTS: Mapping[str, Part] = {
                 "outlook",
                 lambda present: lambda *args, **options: replace(present(*args, **options), num_tokens_ahead=None),
             ),
+        )
+    ),
+    "caches that the queue computes again": Part((Instead(outlook, "_load", _without_caches),)),
+    "engines that leave ahead": Part((Instead(Forecast, "_switched", _with_nothing_ahead),)),
+    "copies that wait for the longest": Part(_named(outlook, "_unevenness", lambda groups: 0.0)),
+    "complete groups by their longest": Part((Instead(outlook, "_in_order", _by_number),)),
+    "older sequences where few run": Part(
+        _named(
+            Forecast,
+            "_kv_of_each",
+            lambda self, u, aged, speed: np.broadcast_arrays(self._kv_tokens[self._interval(u)], aged, speed[:, None])[
+                0
+            ],
         )
     ),
     "lots in the order of numbers": Part(
