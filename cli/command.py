@@ -111,6 +111,10 @@ def _run(args: argparse.Namespace) -> int:
             return cluster.up(args, output_dir, form)
         case "down":
             return cluster.down(output_dir, form)
+        case "backup":
+            return asyncio.run(cluster.back_up(args.file, output_dir, form))
+        case "restore":
+            return cluster.restore(args.file, output_dir, form)
         case "agent":
             # Import here: it imports the services.
             from services.node import machine
@@ -239,6 +243,12 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
+    backup = command("backup", "Write the cluster's jobs to a file, from which `restore` puts them into a queue again.")
+    restore = command(
+        "restore", "Put the jobs of a backup into the cluster's queue. They go on from their checkpoints."
+    )
+    for each in (backup, restore):
+        each.add_argument("file", type=Path, metavar="FILE", help="the backup")
     agent = command("agent", "Lend this machine's nodes to jobs that are started on another one.", output_dir=None)
     cluster.add_agent_arguments(agent)
     submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)

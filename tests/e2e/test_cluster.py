@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -230,3 +231,27 @@ def test_a_job_of_a_drained_node_goes_on_elsewhere_with_the_same_bits(cluster: C
     moved, undisturbed = cluster.summary("moved"), cluster.summary("undisturbed")
     assert (moved["lost"], moved["duplicates"], moved["iterations"]) == (0, 0, 20)
     assert moved["weights_checksum"] == undisturbed["weights_checksum"]
+
+
+@pytest.mark.long
+def test_a_restored_queue_goes_on_after_the_loss_of_both_stores(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run("up", "n0=3", "n1=3")
+    cluster.run("drain", "n1")
+    cluster.submit("goes-on", algorithm__iterations=20)
+    cluster.submit("waits", "--priority", "-1")
+    cluster.until_trained("goes-on")
+    backup = tmp_path / "queue.json"
+    assert "has 2 jobs that wait or run, and 0 that have ended" in cluster.run("backup", str(backup))
+    assert backup.stat().st_mode & 0o777 == 0o600
+    cluster.run("down")
+    shutil.rmtree(cluster.folder.servers)
+    cluster.run("up", "n0=3", "n1=3")
+    assert not json.loads(cluster.run("get", "nodes", "-o", "json"))[0]["jobs"]
+    assert "2 jobs of" in cluster.run("restore", str(backup))
+    assert "2 jobs the cluster has already: " in cluster.run("restore", str(backup))
+    for job, num_iterations, num_starts in (("goes-on", 20, 2), ("waits", 1, 2)):
+        assert cluster.until(job, state="finished").num_starts == num_starts
+        summary = cluster.summary(job)
+        assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
+    states = {row["node"]: row["state"] for row in json.loads(cluster.run("get", "nodes", "-o", "json"))}
+    assert states == {"n0": "ready", "n1": "drained"}

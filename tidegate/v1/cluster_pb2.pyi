@@ -278,6 +278,111 @@ class CancelSubmissionResponse(_message.Message):
 Global___CancelSubmissionResponse: _TypeAlias = CancelSubmissionResponse  # noqa: Y015
 
 @_typing.final
+class BackUpJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackUpJobsRequest: _TypeAlias = BackUpJobsRequest  # noqa: Y015
+
+@_typing.final
+class BackUpJobsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___BackedUpJob: ...
+    def __init__(
+        self,
+        *,
+        job: Global___BackedUpJob | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackUpJobsResponse: _TypeAlias = BackUpJobsResponse  # noqa: Y015
+
+@_typing.final
+class BackedUpJob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    record: _builtins.bytes
+    """The job's record in the store, as JSON."""
+    config: _builtins.str
+    """The resolved config, as JSON; empty for a job that has ended and was cleared."""
+    def __init__(
+        self,
+        *,
+        record: _builtins.bytes = ...,
+        config: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackedUpJob: _TypeAlias = BackedUpJob  # noqa: Y015
+
+@_typing.final
+class RestoreJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___BackedUpJob: ...
+    def __init__(
+        self,
+        *,
+        job: Global___BackedUpJob | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreJobRequest: _TypeAlias = RestoreJobRequest  # noqa: Y015
+
+@_typing.final
+class RestoreJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMISSION_FIELD_NUMBER: _builtins.int
+    WAS_KNOWN_FIELD_NUMBER: _builtins.int
+    was_known: _builtins.bool
+    """The cluster had the job already, and nothing has changed."""
+    @_builtins.property
+    def submission(self) -> Global___Submission:
+        """As it is in the queue now."""
+
+    def __init__(
+        self,
+        *,
+        submission: Global___Submission | None = ...,
+        was_known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submission", b"submission"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["submission", b"submission", "was_known", b"was_known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreJobResponse: _TypeAlias = RestoreJobResponse  # noqa: Y015
+
+@_typing.final
 class GetNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

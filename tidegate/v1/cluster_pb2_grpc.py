@@ -59,6 +59,16 @@ class ClusterStub:
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionResponse.FromString,
                 _registered_method=True)
+        self.BackUpJobs = channel.unary_stream(
+                '/tidegate.v1.Cluster/BackUpJobs',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.BackUpJobsRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.BackUpJobsResponse.FromString,
+                _registered_method=True)
+        self.RestoreJob = channel.unary_unary(
+                '/tidegate.v1.Cluster/RestoreJob',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.RestoreJobRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.RestoreJobResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -98,6 +108,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BackUpJobs(self, request, context):
+        """All that nothing but the store knows of the jobs, one after the other: the head of the queue first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreJob(self, request, context):
+        """Puts a job of a backup into the queue again. A job that the cluster has stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -125,6 +149,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.CancelSubmission,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionResponse.SerializeToString,
+            ),
+            'BackUpJobs': grpc.unary_stream_rpc_method_handler(
+                    servicer.BackUpJobs,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.BackUpJobsRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.BackUpJobsResponse.SerializeToString,
+            ),
+            'RestoreJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreJob,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.RestoreJobRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.RestoreJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +296,60 @@ class Cluster:
             '/tidegate.v1.Cluster/CancelSubmission',
             tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.SerializeToString,
             tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackUpJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tidegate.v1.Cluster/BackUpJobs',
+            tidegate_dot_v1_dot_cluster__pb2.BackUpJobsRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.BackUpJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Cluster/RestoreJob',
+            tidegate_dot_v1_dot_cluster__pb2.RestoreJobRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.RestoreJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

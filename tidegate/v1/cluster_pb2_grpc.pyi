@@ -40,6 +40,10 @@ class ClusterStub:
     """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
+    BackUpJobs: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]
+    """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+    RestoreJob: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RestoreJobRequest, _cluster_pb2.RestoreJobResponse]
+    """Puts a job of a backup into the queue again. A job that the cluster has stays as it is."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -53,6 +57,10 @@ class ClusterAsyncStub(ClusterStub):
     """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
+    BackUpJobs: _aio.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]  # type: ignore[assignment]
+    """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+    RestoreJob: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RestoreJobRequest, _cluster_pb2.RestoreJobResponse]  # type: ignore[assignment]
+    """Puts a job of a backup into the queue again. A job that the cluster has stays as it is."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -93,6 +101,22 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.CancelSubmissionResponse, _abc.Awaitable[_cluster_pb2.CancelSubmissionResponse]]:
         """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
+
+    @_abc_1.abstractmethod
+    def BackUpJobs(
+        self,
+        request: _cluster_pb2.BackUpJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_pb2.BackUpJobsResponse], _abc.AsyncIterator[_cluster_pb2.BackUpJobsResponse]]:
+        """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+
+    @_abc_1.abstractmethod
+    def RestoreJob(
+        self,
+        request: _cluster_pb2.RestoreJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.RestoreJobResponse, _abc.Awaitable[_cluster_pb2.RestoreJobResponse]]:
+        """Puts a job of a backup into the queue again. A job that the cluster has stays as it is."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

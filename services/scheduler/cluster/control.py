@@ -3,16 +3,19 @@
 Invariants:
 - A job that can never run is refused before anything is written. [test_cluster_loop: that_can_never_run]
 - A job that is queued or runs is not submitted a second time. [test_cluster_loop: a_second_time]
+- A job that the cluster has is not restored. [test_cluster_loop: job_that_is_there_stays]
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
 from services.scheduler.cluster.queue import in_turn
 from services.scheduler.shell.control import gpu_statuses
+from tidegate.cluster.backup import BackedUpJob, restored
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import misfit, needs_of
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -101,6 +104,32 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             return replace(known, is_cancelled=True)
 
         return cluster_pb2.CancelSubmissionResponse(submission=_encoded(await self._loop.change(job, cancelled)))
+
+    async def BackUpJobs(
+        self, request: cluster_pb2.BackUpJobsRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.BackUpJobsResponse]:
+        found = await self._loop.submissions()
+        queue = in_turn(found.values())
+        for each in (*queue, *(each for each in found.values() if each not in queue)):
+            record, config = each, await self._config_of(each)
+            while config is None:  # Its end, or another job of this name, came in between.
+                record = (await self._loop.submissions())[each.job]
+                config = await self._config_of(record)
+            yield cluster_pb2.BackUpJobsResponse(job=cluster_pb2.BackedUpJob(record=record.to_json(), config=config))
+
+    async def _config_of(self, each: Submission) -> str | None:
+        """Its text; empty where it was cleared."""
+        return "" if each.is_cleared else await self._store.config_of(each.job, each.config)
+
+    async def RestoreJob(self, request: cluster_pb2.RestoreJobRequest, context: Any) -> cluster_pb2.RestoreJobResponse:
+        job = BackedUpJob(Submission.parse(request.job.record), request.job.config)
+        new = restored(job.record)
+        known = (await self._loop.submissions()).get(new.job)
+        if known is None:
+            if new.state is not SubmissionState.ENDED:
+                await self._store.keep_config(new.job, job.config)
+            found = await self._loop.change(new.job, lambda known: new if known is None else known)
+        return cluster_pb2.RestoreJobResponse(submission=_encoded(known or found), was_known=known is not None)
 
 
 def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.Submission:

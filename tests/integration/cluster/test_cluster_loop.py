@@ -271,3 +271,29 @@ async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab
         ("one", "queued", 4, "waits for 4 GPUs"),
         ("two", "queued", 3, "waits for 3 GPUs, behind 1 job"),
     ]
+
+
+async def test_a_backed_up_queue_goes_on_in_a_new_store_and_a_job_that_is_there_stays(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    for job, priority in ((ONE, 0), ("late", -1), ("urgent", 5)):
+        await servicer.SubmitJob(request(job, priority=priority), None)
+    await loop.round()
+    assert {*lab.machine.starts} == {ONE, "urgent"}
+    told = [each.job async for each in servicer.BackUpJobs(cluster_pb2.BackUpJobsRequest(), None)]
+    assert JobId("late") == Submission.parse(told[0].record).job, "the head of the queue first"
+    lab.machine.starts.clear()
+    other = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
+    loop, store = await other.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    await servicer.SubmitJob(request("urgent", 3), None)
+    answers = [await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=each), None) for each in told]
+    assert {each.submission.job: each.was_known for each in answers} == {"late": False, ONE: False, "urgent": True}
+    assert {each.submission.job: each.submission.num_gpus for each in answers}["urgent"] == 3
+    again = await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=told[0]), None)
+    assert again.was_known
+    await loop.round()
+    assert {job: start.start for job, start in lab.machine.starts.items()} == {ONE: 2, "urgent": 1}
+    damaged = cluster_pb2.BackedUpJob(record=told[0].record, config=told[1].config)
+    with pytest.raises(ValueError, match="the config of job late is not the one"):
+        await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=damaged), None)

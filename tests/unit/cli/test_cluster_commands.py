@@ -21,6 +21,9 @@ from tests.unit.cli.configs import small
         ("up", 2, "NODE=SLOTS"),
         ("down", 1, "no cluster is up in"),
         ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
+        ("backup {jobs}/b.json", 1, "no cluster is up in {jobs}"),
+        ("restore {config}", 2, "one.yaml is no backup that can be restored"),
+        ("restore {jobs}/none.json", 2, "none.json is no backup that can be restored ([Errno 2]"),
         ("submit {config} --resume --force", 2, "--resume needs the files that --force removes"),
         ("submit {config} algorithm.group_size=0", 2, "algorithm.group_size"),
     ],
@@ -30,5 +33,5 @@ def test_what_cannot_be_done_is_told(
 ) -> None:
     config, jobs = tmp_path / "one.yaml", tmp_path / "jobs"
     config.write_text(yaml.safe_dump(small(tmp_path)))
-    assert execute([*words.format(config=config).split(), "--output-dir", str(jobs)]) == code
+    assert execute([*words.format(config=config, jobs=jobs).split(), "--output-dir", str(jobs)]) == code
     assert told.format(jobs=jobs) in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""A backup of a cluster's jobs, and its JSON. Pure.
+
+It has what nothing but the store knows: the records of all jobs, with their configs, and the drained nodes. The rest
+of NATS and Redis is made again: the gates tell who has which GPU (`tidegate.ownership.adoption`), and a job goes on
+from its checkpoint, with streams of its own.
+
+Invariants:
+- A job that is restored has no GPUs, and goes on from its checkpoint where it has one. [test_backup: goes_on_from]
+- A job that would first remove files is not started: since the backup it may have made them.
+  [test_backup: removes_files]
+- Decoding an encoded backup gives an equal one; another text is refused. [test_backup: survives_its_json]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
+from tidegate.config.job_config import JobConfig
+from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.launcher.outcome import End
+from tidegate.types import NodeId
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BackedUpJob:
+    """`config`: its text; empty for a job whose data was cleared. ValueError: it is not what the record names."""
+
+    record: Submission
+    config: str
+
+    def __post_init__(self) -> None:
+        if not self.config:
+            if not self.record.is_cleared:
+                raise ValueError(f"job {self.record.job} has no config")
+            return
+        if hashlib.sha256(self.config.encode()).hexdigest() != self.record.config:
+            raise ValueError(f"the config of job {self.record.job} is not the one that its record names")
+        if (named := JobConfig.from_json(self.config).job) != self.record.job:
+            raise ValueError(f"the config of job {self.record.job} is of job {named}")
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """`jobs`: the head of the queue first."""
+
+    made_unix_ms: int
+    jobs: tuple[BackedUpJob, ...]
+    drained: tuple[NodeId, ...] = ()
+
+    def to_json(self) -> str:
+        jobs = [{"record": json.loads(each.record.to_json()), "config": each.config} for each in self.jobs]
+        fields = {"format": FORMAT, "made_unix_ms": self.made_unix_ms, "drained": self.drained, "jobs": jobs}
+        return json.dumps(fields, indent=1, sort_keys=True)
+
+    @classmethod
+    def parse(cls, text: bytes) -> Backup:
+        """ValueError."""
+        fields = typed(dict, parse_json(text), "a backup")
+        try:
+            if (form := fields["format"]) != FORMAT:
+                raise ValueError(
+                    f"it has format {form}, and this release reads {FORMAT}: restore it with its own release"
+                )
+            jobs = [typed(dict, each, "a job") for each in typed(list, fields["jobs"], "jobs")]
+            drained = [NodeId(typed(str, node, "a node")) for node in typed(list, fields["drained"], "drained")]
+            return cls(
+                made_unix_ms=whole_number(fields["made_unix_ms"], "made_unix_ms"),
+                jobs=tuple(_job_of(each["record"], typed(str, each["config"], "config")) for each in jobs),
+                drained=tuple(drained),
+            )
+        except KeyError as error:
+            raise ValueError(f"a backup has no {error}") from error
+
+
+def _job_of(record: object, config: str) -> BackedUpJob:
+    return BackedUpJob(Submission.parse(json.dumps(record).encode()), config)
+
+
+def restored(each: Submission) -> Submission:
+    """The record that a cluster without this job gets. What has become of the job since the backup is not known."""
+    if each.state is SubmissionState.ENDED:
+        return replace(each, is_cleared=True)
+    if each.treatment is Treatment.FORCE and each.state is not SubmissionState.RUNNING:
+        why = "since the backup --force may have begun it anew: submit it again, with --resume or with --force"
+        return replace(each, state=SubmissionState.ENDED, gpus=(), end=End.INTERRUPTED, message=why, is_cleared=True)
+    return replace(
+        each,
+        state=SubmissionState.QUEUED,
+        gpus=(),
+        treatment=Treatment.RESUME,
+        # Its next start is no first one: it goes on where it finds a folder, and begins where it does not.
+        starts=max(1, each.starts),
+        message="restored from a backup",
+    )
