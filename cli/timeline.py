@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from cli.jobs import UnknownJob
 from cli.moves import Moves, moves_of
 from tidegate.attempts import AttemptFolder, attempts_in
+from tidegate.clocks import Clocks
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
@@ -27,7 +28,7 @@ from tidegate.launcher.lock import launcher_pid
 from tidegate.short_lists import counted
 from tidegate.timeline import Span, Window, chrome_trace, fill, mark_event, read_spans, state_lengths
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table, rendered
-from tidegate.types import GpuId
+from tidegate.types import GpuId, NodeId
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
@@ -41,11 +42,13 @@ class TimelineForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One attempt. `start_unix_ns` is the time of the window's start; None where it is not known."""
+    """One attempt. `start_unix_ns` is the time of the window's start; None where it is not known. `clock_error_ns`: by
+    node of another machine, by how much its times may be off (`tidegate.clocks`)."""
 
     lanes: Mapping[GpuId, Sequence[Span]]
     window: Window
     start_unix_ns: int | None
+    clock_error_ns: Mapping[NodeId, int] = field(default_factory=dict)
 
     def at_ns(self, at_ms: int) -> int | None:
         """A time of the store's clock on the clock of the spans. None outside of the window."""
@@ -89,7 +92,7 @@ def as_page(job: str, attempt: int, found: Timeline, moves: Moves) -> Page:
     strip = Strip(job, facts, found.window, found.lanes, _marks(found, moves), tables if rows else ())
     return Page(
         title=f"{job}: attempt {attempt} on {counted(len(found.lanes), 'GPU')}",
-        subtitle=f"{wall_s:.1f} s of wall time",
+        subtitle=f"{wall_s:.1f} s of wall time{_told_clocks(found)}",
         strips=[strip],
         head=[_shares(found)],
     )
@@ -101,6 +104,7 @@ def as_json(job: str, attempt: int, found: Timeline, moves: Moves) -> dict[str, 
         "job": job,
         "attempt": attempt,
         "wall_s": found.window.wall_ns / _NS_PER_S,
+        "clock_error_s": {node: error / _NS_PER_S for node, error in found.clock_error_ns.items()},
         "start_unix_s": None if found.start_unix_ns is None else found.start_unix_ns / _NS_PER_S,
         "gpus": [
             {
@@ -157,7 +161,8 @@ def _timeline(folder: JobFolder, attempt: AttemptFolder) -> Timeline:
     is_live = launcher_pid(folder) is not None
     # The machine's clocks tell the offset as long as it has not restarted, which a killed run may have survived.
     start_unix_ns = time.time_ns() - time.monotonic_ns() + window.start_ns if is_live else None
-    return Timeline({gpu: fill(spans.get(gpu, ()), window) for gpu in gpus}, window, start_unix_ns)
+    lanes = {gpu: fill(spans.get(gpu, ()), window) for gpu in gpus}
+    return Timeline(lanes, window, start_unix_ns, Clocks.read(attempt.timeline).error_ns())
 
 
 def _of_trace(trace: Mapping[str, Any]) -> Timeline:
@@ -175,7 +180,8 @@ def _of_trace(trace: Mapping[str, Any]) -> Timeline:
             span = Span(start_ns, start_ns + round(event["dur"] * 1000), event["name"], work)
             lanes[names[event["pid"], event["tid"]]].append(span)
     other = trace["otherData"]
-    return Timeline(lanes, Window(0, int(other["wall_ns"])), other.get("start_unix_ns"))
+    errors = {NodeId(node): int(error) for node, error in other.get("clock_error_ns", {}).items()}
+    return Timeline(lanes, Window(0, int(other["wall_ns"])), other.get("start_unix_ns"), errors)
 
 
 def _marks(found: Timeline, moves: Moves) -> list[Mark]:
@@ -184,6 +190,14 @@ def _marks(found: Timeline, moves: Moves) -> list[Mark]:
         if reported_ms is not None:
             marks.append((found.at_ns(reported_ms), MarkKind.ITERATION, f"iteration {iteration} is trained"))
     return sorted((Mark(at, kind, text) for at, kind, text in marks if at is not None), key=lambda mark: mark.at_ns)
+
+
+def _told_clocks(found: Timeline) -> str:
+    """How far other machines' clocks may be off. Empty for a job on one machine."""
+    if not found.clock_error_ns:
+        return ""
+    error_ms = max(found.clock_error_ns.values()) / _NS_PER_MS
+    return f"; times of {', '.join(sorted(found.clock_error_ns))} within {max(error_ms, 0.1):.1f} ms"
 
 
 def _shares(found: Timeline) -> Table:

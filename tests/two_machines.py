@@ -1,7 +1,7 @@
-"""Two machines on one: network namespaces with a link between them, each with host memory and gates of its own.
+"""Two machines on one: network namespaces with a link between them. Each has host memory, gates and a clock of its own.
 
-It needs root and iproute2's `ip`. The second machine has an agent. NATS and Redis run on the first one's address,
-without credentials: nobody else is on the link.
+It needs root, iproute2's `ip` and util-linux's `unshare`. The second machine has an agent. NATS and Redis run on the
+first one's address, without credentials: nobody else is on the link.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tidegate.runtime.server_kinds import NATS, VALKEY, packaged_binary
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 NATS_PORT, REDIS_PORT, AGENT_PORT = 4333, 6399, 7400
+CLOCK_AHEAD_S = 86_400
 NAMESPACE, LINK, FAR = "tidegate-b", "tidegate-a", "tidegate-b"
 
 
@@ -58,6 +59,11 @@ class Lab:
                 "netns",
                 "exec",
                 NAMESPACE,
+                # A machine's monotonic clock begins with its start.
+                "unshare",
+                "--time",
+                "--monotonic",
+                str(CLOCK_AHEAD_S),
                 "sh",
                 "-c",
                 f"exec {words}",

@@ -2,7 +2,8 @@
 
 Each instance writes one line per span into `<folder>/<instance>.jsonl`: {"gpu", "state", "start_ns", "end_ns"}, with
 "work" (iteration, version, tokens) where it is known. A line {"gpu", "released_ns"} says that the slot's process gave
-it back. Times are those of the machine's monotonic clock. Merging does the following for each slot:
+it back. Times are those of the machine's monotonic clock. The folder's file of offsets (`tidegate.clocks`) makes those
+of other machines times of the launcher's. Merging does the following for each slot:
 1. It clips the spans to the window and sorts them.
 2. It fills the time before the first and after the last span with `free`.
 3. It fills a gap between spans with `free` where the slot was given back in it, else with `unknown`: the slot's process
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.clocks import Clocks
 from tidegate.json_text import parse_json, typed
 from tidegate.types import GpuId, NodeId, node_of
 
@@ -45,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time that the trace covers, on the monotonic clock."""
+    """The time that the trace covers, on the launcher's monotonic clock."""
 
     start_ns: int
     end_ns: int
@@ -58,9 +60,10 @@ class Window:
 def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
     """The spans of all instances by slot, in the order of writing."""
     spans: dict[GpuId, list[Span]] = {}
+    clocks = Clocks.read(folder)
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
-            found = _span(line)
+            found = _span(line, clocks)
             if found is not None:
                 spans.setdefault(found[0], []).append(found[1])
     return spans
@@ -69,12 +72,13 @@ def read_spans(folder: Path) -> dict[GpuId, list[Span]]:
 def read_releases(folder: Path) -> dict[GpuId, list[int]]:
     """The times at which each slot was given back."""
     releases: dict[GpuId, list[int]] = {}
+    clocks = Clocks.read(folder)
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = parse_json(line)
                 gpu, released_ns = typed(str, row["gpu"], "gpu"), typed(int, row["released_ns"], "released_ns")
-                releases.setdefault(GpuId(gpu), []).append(released_ns)
+                releases.setdefault(GpuId(gpu), []).append(clocks.here_ns(node_of(GpuId(gpu)), released_ns))
     return releases
 
 
@@ -149,17 +153,22 @@ def write_trace(
     trace = chrome_trace(slots, window)
     if start_unix_ns is not None:
         trace["otherData"]["start_unix_ns"] = start_unix_ns
+    if error_ns := Clocks.read(folder).error_ns():
+        trace["otherData"]["clock_error_ns"] = error_ns
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(trace))
     os.replace(partial, target)
 
 
-def _span(line: str) -> tuple[GpuId, Span] | None:
+def _span(line: str, clocks: Clocks) -> tuple[GpuId, Span] | None:
     try:
         row = typed(dict, parse_json(line), "a span")
-        start_ns, end_ns = (typed(int, row[name], name) for name in ("start_ns", "end_ns"))
+        gpu = GpuId(typed(str, row["gpu"], "gpu"))
+        start_ns, end_ns = (
+            clocks.here_ns(node_of(gpu), typed(int, row[name], name)) for name in ("start_ns", "end_ns")
+        )
         work = tuple((name, typed(int, each, name)) for name, each in typed(dict, row.get("work", {}), "work").items())
-        return GpuId(typed(str, row["gpu"], "gpu")), Span(start_ns, end_ns, typed(str, row["state"], "state"), work)
+        return gpu, Span(start_ns, end_ns, typed(str, row["state"], "state"), work)
     except (ValueError, KeyError):
         return None
 

@@ -29,6 +29,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -71,6 +72,9 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         return machine_pb2.GetMachineResponse(versions=versions(), user=os.getuid(), addresses=addresses_here())
+
+    async def GetClock(self, request: machine_pb2.GetClockRequest, context: Any) -> machine_pb2.GetClockResponse:
+        return machine_pb2.GetClockResponse(monotonic_ns=time.monotonic_ns())
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
         start = await _first(requests)

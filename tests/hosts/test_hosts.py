@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.jobs import RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.two_machines import Lab, are_possible, link_down, linked, services_there, two_machines
+from tidegate.json_text import parse_json
 from tidegate.machines import LOST_S
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
@@ -57,6 +58,12 @@ async def test_a_job_over_two_machines_has_the_weights_of_one(lab: Lab, want_che
         await job.until(generating(1))
         assert services_there()
         await assert_nothing_was_lost(job, want_checksum)
+    trace = parse_json((job.folder.root / "latest" / "timeline.json").read_bytes())["otherData"]
+    assert trace["clock_error_ns"]["n1"] < 50_000_000
+    there = [lengths for gpu, lengths in trace["state_ns"].items() if gpu.startswith("n1/")]
+    assert there
+    for lengths in there:
+        assert lengths.get("free", 0) + lengths.get("unknown", 0) < trace["wall_ns"] / 2, "its clock is a day ahead"
 
 
 async def test_a_job_goes_on_when_an_agent_is_killed_and_started_again(lab: Lab, want_checksum: str) -> None:

@@ -46,6 +46,7 @@ from tidegate.launcher.claim import (
     refuse_running,
     write_private,
 )
+from tidegate.launcher.clocks import noted_clocks
 from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
@@ -223,7 +224,8 @@ class _Run:
     async def to_its_end(self, signals: list[signal.Signals]) -> Outcome:
         end, message = End.INTERRUPTED, ""
         try:
-            end = await self._with_spawner()
+            async with noted_clocks(self._config.cluster, self._claim.attempt.timeline):
+                end = await self._with_spawner()
             message = self._status().message
             if end is End.FAILED:
                 message = self._going_on(message)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tidegate.v1 import access_pb2 as tidegate_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/machine.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\"\x13\n\x11GetMachineRequest\"\xa7\x01\n\x12GetMachineResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32-.tidegate.v1.GetMachineResponse.VersionsEntry\x12\x0c\n\x04user\x18\x02 \x01(\r\x12\x11\n\taddresses\x18\x03 \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x01\n\x11RunProcessRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.ProcessStartH\x00\x12(\n\x04stop\x18\x02 \x01(\x0b\x32\x18.tidegate.v1.ProcessStopH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xaa\x01\n\x0cProcessStart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0b\n\x03log\x18\x04 \x01(\t\x12\x33\n\x05\x66iles\x18\x05 \x03(\x0b\x32$.tidegate.v1.ProcessStart.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\r\n\x0bProcessStop\"\x06\n\x04\x42\x65\x61t\"\x9b\x01\n\x12RunProcessResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tidegate.v1.ProcessStartedH\x00\x12*\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x19.tidegate.v1.ProcessEndedH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\x1d\n\x0eProcessStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"#\n\x0cProcessEnded\x12\x13\n\x0b\x65xit_status\x18\x01 \x01(\x11\x32\xb9\x01\n\x07Machine\x12T\n\nGetMachine\x12\x1e.tidegate.v1.GetMachineRequest\x1a\x1f.tidegate.v1.GetMachineResponse\"\x05\xa2\xbb\x18\x01\x04\x12X\n\nRunProcess\x12\x1e.tidegate.v1.RunProcessRequest\x1a\x1f.tidegate.v1.RunProcessResponse\"\x05\xa2\xbb\x18\x01\x04(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/machine.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\"\x13\n\x11GetMachineRequest\"\xa7\x01\n\x12GetMachineResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32-.tidegate.v1.GetMachineResponse.VersionsEntry\x12\x0c\n\x04user\x18\x02 \x01(\r\x12\x11\n\taddresses\x18\x03 \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x11\n\x0fGetClockRequest\"(\n\x10GetClockResponse\x12\x14\n\x0cmonotonic_ns\x18\x01 \x01(\x04\"\x94\x01\n\x11RunProcessRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.ProcessStartH\x00\x12(\n\x04stop\x18\x02 \x01(\x0b\x32\x18.tidegate.v1.ProcessStopH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xaa\x01\n\x0cProcessStart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0b\n\x03log\x18\x04 \x01(\t\x12\x33\n\x05\x66iles\x18\x05 \x03(\x0b\x32$.tidegate.v1.ProcessStart.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\r\n\x0bProcessStop\"\x06\n\x04\x42\x65\x61t\"\x9b\x01\n\x12RunProcessResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tidegate.v1.ProcessStartedH\x00\x12*\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x19.tidegate.v1.ProcessEndedH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\x1d\n\x0eProcessStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"#\n\x0cProcessEnded\x12\x13\n\x0b\x65xit_status\x18\x01 \x01(\x11\x32\x89\x02\n\x07Machine\x12T\n\nGetMachine\x12\x1e.tidegate.v1.GetMachineRequest\x1a\x1f.tidegate.v1.GetMachineResponse\"\x05\xa2\xbb\x18\x01\x04\x12N\n\x08GetClock\x12\x1c.tidegate.v1.GetClockRequest\x1a\x1d.tidegate.v1.GetClockResponse\"\x05\xa2\xbb\x18\x01\x04\x12X\n\nRunProcess\x12\x1e.tidegate.v1.RunProcessRequest\x1a\x1f.tidegate.v1.RunProcessResponse\"\x05\xa2\xbb\x18\x01\x04(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROCESSSTART_FILESENTRY']._serialized_options = b'8\001'
   _globals['_MACHINE'].methods_by_name['GetMachine']._loaded_options = None
   _globals['_MACHINE'].methods_by_name['GetMachine']._serialized_options = b'\242\273\030\001\004'
+  _globals['_MACHINE'].methods_by_name['GetClock']._loaded_options = None
+  _globals['_MACHINE'].methods_by_name['GetClock']._serialized_options = b'\242\273\030\001\004'
   _globals['_MACHINE'].methods_by_name['RunProcess']._loaded_options = None
   _globals['_MACHINE'].methods_by_name['RunProcess']._serialized_options = b'\242\273\030\001\004'
   _globals['_GETMACHINEREQUEST']._serialized_start=68
@@ -46,22 +48,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMACHINERESPONSE']._serialized_end=257
   _globals['_GETMACHINERESPONSE_VERSIONSENTRY']._serialized_start=210
   _globals['_GETMACHINERESPONSE_VERSIONSENTRY']._serialized_end=257
-  _globals['_RUNPROCESSREQUEST']._serialized_start=260
-  _globals['_RUNPROCESSREQUEST']._serialized_end=408
-  _globals['_PROCESSSTART']._serialized_start=411
-  _globals['_PROCESSSTART']._serialized_end=581
-  _globals['_PROCESSSTART_FILESENTRY']._serialized_start=537
-  _globals['_PROCESSSTART_FILESENTRY']._serialized_end=581
-  _globals['_PROCESSSTOP']._serialized_start=583
-  _globals['_PROCESSSTOP']._serialized_end=596
-  _globals['_BEAT']._serialized_start=598
-  _globals['_BEAT']._serialized_end=604
-  _globals['_RUNPROCESSRESPONSE']._serialized_start=607
-  _globals['_RUNPROCESSRESPONSE']._serialized_end=762
-  _globals['_PROCESSSTARTED']._serialized_start=764
-  _globals['_PROCESSSTARTED']._serialized_end=793
-  _globals['_PROCESSENDED']._serialized_start=795
-  _globals['_PROCESSENDED']._serialized_end=830
-  _globals['_MACHINE']._serialized_start=833
-  _globals['_MACHINE']._serialized_end=1018
+  _globals['_GETCLOCKREQUEST']._serialized_start=259
+  _globals['_GETCLOCKREQUEST']._serialized_end=276
+  _globals['_GETCLOCKRESPONSE']._serialized_start=278
+  _globals['_GETCLOCKRESPONSE']._serialized_end=318
+  _globals['_RUNPROCESSREQUEST']._serialized_start=321
+  _globals['_RUNPROCESSREQUEST']._serialized_end=469
+  _globals['_PROCESSSTART']._serialized_start=472
+  _globals['_PROCESSSTART']._serialized_end=642
+  _globals['_PROCESSSTART_FILESENTRY']._serialized_start=598
+  _globals['_PROCESSSTART_FILESENTRY']._serialized_end=642
+  _globals['_PROCESSSTOP']._serialized_start=644
+  _globals['_PROCESSSTOP']._serialized_end=657
+  _globals['_BEAT']._serialized_start=659
+  _globals['_BEAT']._serialized_end=665
+  _globals['_RUNPROCESSRESPONSE']._serialized_start=668
+  _globals['_RUNPROCESSRESPONSE']._serialized_end=823
+  _globals['_PROCESSSTARTED']._serialized_start=825
+  _globals['_PROCESSSTARTED']._serialized_end=854
+  _globals['_PROCESSENDED']._serialized_start=856
+  _globals['_PROCESSENDED']._serialized_end=891
+  _globals['_MACHINE']._serialized_start=894
+  _globals['_MACHINE']._serialized_end=1159
 # @@protoc_insertion_point(module_scope)

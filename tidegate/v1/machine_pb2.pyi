@@ -85,6 +85,40 @@ class GetMachineResponse(_message.Message):
 Global___GetMachineResponse: _TypeAlias = GetMachineResponse  # noqa: Y015
 
 @_typing.final
+class GetClockRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetClockRequest: _TypeAlias = GetClockRequest  # noqa: Y015
+
+@_typing.final
+class GetClockResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MONOTONIC_NS_FIELD_NUMBER: _builtins.int
+    monotonic_ns: _builtins.int
+    def __init__(
+        self,
+        *,
+        monotonic_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["monotonic_ns", b"monotonic_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetClockResponse: _TypeAlias = GetClockResponse  # noqa: Y015
+
+@_typing.final
 class RunProcessRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class MachineStub:
                 request_serializer=tidegate_dot_v1_dot_machine__pb2.GetMachineRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_machine__pb2.GetMachineResponse.FromString,
                 _registered_method=True)
+        self.GetClock = channel.unary_unary(
+                '/tidegate.v1.Machine/GetClock',
+                request_serializer=tidegate_dot_v1_dot_machine__pb2.GetClockRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_machine__pb2.GetClockResponse.FromString,
+                _registered_method=True)
         self.RunProcess = channel.stream_stream(
                 '/tidegate.v1.Machine/RunProcess',
                 request_serializer=tidegate_dot_v1_dot_machine__pb2.RunProcessRequest.SerializeToString,
@@ -51,6 +56,13 @@ class MachineServicer:
 
     def GetMachine(self, request, context):
         """What has to be the same on all machines of a job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetClock(self, request, context):
+        """For timelines: the machine's clock, which has to do with that of no other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +83,11 @@ def add_MachineServicer_to_server(servicer, server):
                     servicer.GetMachine,
                     request_deserializer=tidegate_dot_v1_dot_machine__pb2.GetMachineRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_machine__pb2.GetMachineResponse.SerializeToString,
+            ),
+            'GetClock': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetClock,
+                    request_deserializer=tidegate_dot_v1_dot_machine__pb2.GetClockRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_machine__pb2.GetClockResponse.SerializeToString,
             ),
             'RunProcess': grpc.stream_stream_rpc_method_handler(
                     servicer.RunProcess,
@@ -105,6 +122,33 @@ class Machine:
             '/tidegate.v1.Machine/GetMachine',
             tidegate_dot_v1_dot_machine__pb2.GetMachineRequest.SerializeToString,
             tidegate_dot_v1_dot_machine__pb2.GetMachineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetClock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Machine/GetClock',
+            tidegate_dot_v1_dot_machine__pb2.GetClockRequest.SerializeToString,
+            tidegate_dot_v1_dot_machine__pb2.GetClockResponse.FromString,
             options,
             channel_credentials,
             insecure,

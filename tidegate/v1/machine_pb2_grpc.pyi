@@ -33,6 +33,8 @@ class MachineStub:
     def __new__(cls, channel: _aio.Channel) -> MachineAsyncStub: ...
     GetMachine: _grpc.UnaryUnaryMultiCallable[_machine_pb2.GetMachineRequest, _machine_pb2.GetMachineResponse]
     """What has to be the same on all machines of a job."""
+    GetClock: _grpc.UnaryUnaryMultiCallable[_machine_pb2.GetClockRequest, _machine_pb2.GetClockResponse]
+    """For timelines: the machine's clock, which has to do with that of no other."""
     RunProcess: _grpc.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
     come at least every two seconds: who hears nothing for ten takes the other side for gone.
@@ -43,6 +45,8 @@ class MachineAsyncStub(MachineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetMachine: _aio.UnaryUnaryMultiCallable[_machine_pb2.GetMachineRequest, _machine_pb2.GetMachineResponse]  # type: ignore[assignment]
     """What has to be the same on all machines of a job."""
+    GetClock: _aio.UnaryUnaryMultiCallable[_machine_pb2.GetClockRequest, _machine_pb2.GetClockResponse]  # type: ignore[assignment]
+    """For timelines: the machine's clock, which has to do with that of no other."""
     RunProcess: _aio.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]  # type: ignore[assignment]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
     come at least every two seconds: who hears nothing for ten takes the other side for gone.
@@ -56,6 +60,14 @@ class MachineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_machine_pb2.GetMachineResponse, _abc.Awaitable[_machine_pb2.GetMachineResponse]]:
         """What has to be the same on all machines of a job."""
+
+    @_abc_1.abstractmethod
+    def GetClock(
+        self,
+        request: _machine_pb2.GetClockRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_machine_pb2.GetClockResponse, _abc.Awaitable[_machine_pb2.GetClockResponse]]:
+        """For timelines: the machine's clock, which has to do with that of no other."""
 
     @_abc_1.abstractmethod
     def RunProcess(

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from services.node import machine
 from services.node.machine import MachineServicer
@@ -24,9 +25,11 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CREDENTIAL, Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import credential_folder
+from tidegate.clocks import FILE, Clocks
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
+from tidegate.launcher.clocks import noted_clocks
 from tidegate.launcher.preflight import check_machines
 from tidegate.runtime.hosted import Hosted
 from tidegate.runtime.processes import ENDS_AGAIN, Child, ServiceSpec, started
@@ -399,3 +402,19 @@ async def _call(
             yield response
     finally:
         await channels.close()
+
+
+async def test_clocks_are_noted_and_an_agent_that_does_not_answer_costs_a_note(lab: Lab, tmp_path: Path) -> None:
+    config = lab.config()
+    async with noted_clocks(config.cluster, tmp_path):
+        await until((tmp_path / FILE).exists)
+    ((node, offsets),) = Clocks.read(tmp_path).offsets.items()
+    assert node == "n0"
+    assert abs(offsets[0].offset_ns) <= offsets[0].error_ns, "it is this machine"
+    await lab.server.stop(grace_s=0)
+    (tmp_path / FILE).unlink()
+    with capture_logs() as logs:
+        async with noted_clocks(config.cluster, tmp_path):
+            await until(lambda: bool(logs))
+    assert logs[0]["event"] == "the clock is not known"
+    assert not (tmp_path / FILE).exists()
