@@ -27,10 +27,8 @@ from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
-from tidegate.cluster.backup import BackedUpJob, Backup
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.slots import Slots
-from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
@@ -41,7 +39,6 @@ from tidegate.launcher.lock import held_by
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
-from tidegate.short_lists import counted
 from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -199,56 +196,6 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
         found = next(each for each in await _listed(folder) if each.job == found.job)
     print(f"tidegate: job {found.job} {found.end}: {found.message}", file=sys.stderr)
     return int(found.end != "finished")
-
-
-async def back_up(path: Path, output_dir: Path, form: Form) -> int:
-    """Writes the cluster's jobs to a file, which nobody else can read. NoCluster. BadUsage: it cannot be written."""
-    # Import here, as for `run`.
-    from tidegate.launcher.claim import write_private
-
-    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-        told = [response.job async for response in cluster.BackUpJobs(cluster_pb2.BackUpJobsRequest())]
-        drained = (await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())).drained_nodes
-    jobs = tuple(BackedUpJob(Submission.parse(each.record), each.config) for each in told)
-    backup = Backup(time.time_ns() // 1_000_000, jobs, tuple(map(NodeId, sorted(drained))))
-    try:
-        write_private(path, backup.to_json())
-    except OSError as error:
-        raise BadUsage(f"{path} cannot be written ({error.strerror}): name another file") from error
-    num_live = sum(each.record.state is not SubmissionState.ENDED for each in jobs)
-    text = f"{path} has {counted(num_live, 'job')} that wait or run, and {len(jobs) - num_live} that have ended"
-    print(answer_text({"file": str(path), "live": num_live, "ended": len(jobs) - num_live}, text, form))
-    return 0
-
-
-def restore(path: Path, output_dir: Path, form: Form) -> int:
-    """Puts the jobs of a backup into the queue again, but for those that the cluster has. NoCluster. BadUsage: it is no
-    backup."""
-    try:
-        backup = Backup.parse(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadUsage(f"{path} is no backup that can be restored ({error})") from error
-    return asyncio.run(_restore(backup, path, output_dir, form))
-
-
-async def _restore(backup: Backup, path: Path, output_dir: Path, form: Form) -> int:
-    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-        nodes = {node_of(GpuId(gpu.gpu)) for gpu in (await gpus(output_dir)).gpus}
-        for node in (node for node in backup.drained if node in nodes):
-            await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node))
-        answers = []
-        for each in backup.jobs:
-            job = cluster_pb2.BackedUpJob(record=each.record.to_json(), config=each.config)
-            answers.append(await cluster.RestoreJob(cluster_pb2.RestoreJobRequest(job=job)))
-    known = [each.submission.job for each in answers if each.was_known]
-    queued = [each.submission.job for each in answers if not each.was_known and each.submission.state == "queued"]
-    text = f"{counted(len(queued), 'job')} of {path} in the queue again"
-    if known:
-        text += f"; {counted(len(known), 'job')} the cluster has already: {', '.join(known)}"
-    for gone in (node for node in backup.drained if node not in nodes):
-        print(f"tidegate: node {gone} was drained, and the cluster has it no more", file=sys.stderr)
-    print(answer_text({"file": str(path), "queued": queued, "known": known}, text, form))
-    return 0
 
 
 async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:

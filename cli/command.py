@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import certs, cluster, job_commands, manual_arguments, manual_moves, scaling
+from cli import backup, certs, cluster, job_commands, manual_arguments, manual_moves, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -112,9 +112,9 @@ def _run(args: argparse.Namespace) -> int:
         case "down":
             return cluster.down(output_dir, form)
         case "backup":
-            return asyncio.run(cluster.back_up(args.file, output_dir, form))
+            return asyncio.run(backup.back_up(args.file, output_dir, form))
         case "restore":
-            return cluster.restore(args.file, output_dir, form)
+            return backup.restore(args.file, output_dir, form)
         case "agent":
             # Import here: it imports the services.
             from services.node import machine
@@ -243,11 +243,13 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
-    backup = command("backup", "Write the cluster's jobs to a file, from which `restore` puts them into a queue again.")
+    back_up = command(
+        "backup", "Write the cluster's jobs to a new file, from which `restore` puts them into a queue again."
+    )
     restore = command(
         "restore", "Put the jobs of a backup into the cluster's queue. They go on from their checkpoints."
     )
-    for each in (backup, restore):
+    for each in (back_up, restore):
         each.add_argument("file", type=Path, metavar="FILE", help="the backup")
     agent = command("agent", "Lend this machine's nodes to jobs that are started on another one.", output_dir=None)
     cluster.add_agent_arguments(agent)

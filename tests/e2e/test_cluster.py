@@ -238,20 +238,36 @@ def test_a_restored_queue_goes_on_after_the_loss_of_both_stores(cluster: Cluster
     cluster.run("up", "n0=3", "n1=3")
     cluster.run("drain", "n1")
     cluster.submit("goes-on", algorithm__iterations=20)
-    cluster.submit("waits", "--priority", "-1")
+    cluster.submit("waits", "--priority", "1")
     cluster.until_trained("goes-on")
     backup = tmp_path / "queue.json"
     assert "has 2 jobs that wait or run, and 0 that have ended" in cluster.run("backup", str(backup))
     assert backup.stat().st_mode & 0o777 == 0o600
+    assert "is there already" in cluster.run("backup", str(backup), is_refused=True)
     cluster.run("down")
     shutil.rmtree(cluster.folder.servers)
     cluster.run("up", "n0=3", "n1=3")
-    assert not json.loads(cluster.run("get", "nodes", "-o", "json"))[0]["jobs"]
-    assert "2 jobs of" in cluster.run("restore", str(backup))
-    assert "2 jobs the cluster has already: " in cluster.run("restore", str(backup))
-    for job, num_iterations, num_starts in (("goes-on", 20, 2), ("waits", 1, 2)):
-        assert cluster.until(job, state="finished").num_starts == num_starts
+    told = cluster.run("restore", str(backup))
+    assert "2 jobs of" in told
+    assert "drained: n1" in told
+    cluster.until("waits", state="running")
+    cluster.run("drain", "n1", "--undo")
+    again = json.loads(cluster.run("restore", str(backup), "-o", "json"))
+    assert (sorted(again["known"]), again["queued"], again["drained"]) == (["goes-on", "waits"], [], [])
+    for job, num_iterations in (("goes-on", 20), ("waits", 1)):
+        assert cluster.until(job, state="finished").num_starts == 2
         summary = cluster.summary(job)
         assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
-    states = {row["node"]: row["state"] for row in json.loads(cluster.run("get", "nodes", "-o", "json"))}
-    assert states == {"n0": "ready", "n1": "drained"}
+    placed = [line["job"] for line in cluster.told() if line["state"] == "placed"]
+    assert placed == ["goes-on", "waits", "goes-on"], "the urgent one first"
+
+
+def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run("up", "n0=3")
+    cluster.run("drain", "n0")
+    cluster.submit("one")
+    cluster.run("backup", str(backup := tmp_path / "queue.json"))
+    text = backup.read_text().replace(str(cluster.output_dir), "/elsewhere")
+    backup.write_text(text)
+    refused = cluster.run("restore", str(backup), is_refused=True)
+    assert "job one is of the folder /elsewhere: restore it there" in refused

@@ -4,6 +4,8 @@ It has what nothing but the store knows: the records of all jobs, with their con
 of NATS and Redis is made again: the gates tell who has which GPU (`tidegate.ownership.adoption`), and a job goes on
 from its checkpoint, with streams of its own.
 
+Records and configs are texts here: one that this release cannot read is refused by itself, and spoils no other.
+
 Invariants:
 - A job that is restored has no GPUs, and goes on from its checkpoint where it has one. [test_backup: goes_on_from]
 - A job that would first remove files is not started: since the backup it may have made them.
@@ -28,32 +30,53 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class BackedUpJob:
-    """`config`: its text; empty for a job whose data was cleared. ValueError: it is not what the record names."""
+    """The texts of its record and of its config. `config` is empty for a job whose data was cleared."""
 
-    record: Submission
+    record: str
     config: str
 
-    def __post_init__(self) -> None:
+    def restored(self) -> Submission:
+        """The record that a cluster without this job gets. What has become of the job since the backup is not known.
+
+        ValueError: this release cannot read it, or the config is another one than the record names.
+        """
+        each = Submission.parse(self.record.encode())
+        if each.state is SubmissionState.ENDED:
+            return replace(each, is_cleared=True)
         if not self.config:
-            if not self.record.is_cleared:
-                raise ValueError(f"job {self.record.job} has no config")
-            return
-        if hashlib.sha256(self.config.encode()).hexdigest() != self.record.config:
-            raise ValueError(f"the config of job {self.record.job} is not the one that its record names")
-        if (named := JobConfig.from_json(self.config).job) != self.record.job:
-            raise ValueError(f"the config of job {self.record.job} is of job {named}")
+            return _ended(each, End.FAILED, "its config was lost before the backup: submit it again")
+        if hashlib.sha256(self.config.encode()).hexdigest() != each.config:
+            raise ValueError(f"the config of job {each.job} is not the one that its record names")
+        if (named := JobConfig.from_json(self.config).job) != each.job:
+            raise ValueError(f"the config of job {each.job} is of job {named}")
+        if each.treatment is Treatment.FORCE and each.state is not SubmissionState.RUNNING:
+            why = "since the backup --force may have begun it anew: submit it again, with --resume or with --force"
+            return _ended(each, End.INTERRUPTED, why)
+        return replace(
+            each,
+            state=SubmissionState.QUEUED,
+            gpus=(),
+            treatment=Treatment.RESUME,
+            # Its next start is no first one: it goes on where it finds a folder, and begins where it does not.
+            starts=max(1, each.starts),
+            message="restored from a backup",
+        )
+
+
+def _ended(each: Submission, end: End, message: str) -> Submission:
+    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message, is_cleared=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """`jobs`: the head of the queue first."""
+    """`jobs`: those that wait or run in the order of the queue, then those that have ended."""
 
     made_unix_ms: int
     jobs: tuple[BackedUpJob, ...]
     drained: tuple[NodeId, ...] = ()
 
     def to_json(self) -> str:
-        jobs = [{"record": json.loads(each.record.to_json()), "config": each.config} for each in self.jobs]
+        jobs = [{"record": each.record, "config": each.config} for each in self.jobs]
         fields = {"format": FORMAT, "made_unix_ms": self.made_unix_ms, "drained": self.drained, "jobs": jobs}
         return json.dumps(fields, indent=1, sort_keys=True)
 
@@ -63,37 +86,12 @@ class Backup:
         fields = typed(dict, parse_json(text), "a backup")
         try:
             if (form := fields["format"]) != FORMAT:
-                raise ValueError(
-                    f"it has format {form}, and this release reads {FORMAT}: restore it with its own release"
-                )
+                raise ValueError(f"it has format {form}, and this release reads {FORMAT}")
             jobs = [typed(dict, each, "a job") for each in typed(list, fields["jobs"], "jobs")]
-            drained = [NodeId(typed(str, node, "a node")) for node in typed(list, fields["drained"], "drained")]
             return cls(
-                made_unix_ms=whole_number(fields["made_unix_ms"], "made_unix_ms"),
-                jobs=tuple(_job_of(each["record"], typed(str, each["config"], "config")) for each in jobs),
-                drained=tuple(drained),
+                whole_number(fields["made_unix_ms"], "made_unix_ms"),
+                tuple(BackedUpJob(*(typed(str, each[name], name) for name in ("record", "config"))) for each in jobs),
+                tuple(NodeId(typed(str, node, "a node")) for node in typed(list, fields["drained"], "drained")),
             )
         except KeyError as error:
             raise ValueError(f"a backup has no {error}") from error
-
-
-def _job_of(record: object, config: str) -> BackedUpJob:
-    return BackedUpJob(Submission.parse(json.dumps(record).encode()), config)
-
-
-def restored(each: Submission) -> Submission:
-    """The record that a cluster without this job gets. What has become of the job since the backup is not known."""
-    if each.state is SubmissionState.ENDED:
-        return replace(each, is_cleared=True)
-    if each.treatment is Treatment.FORCE and each.state is not SubmissionState.RUNNING:
-        why = "since the backup --force may have begun it anew: submit it again, with --resume or with --force"
-        return replace(each, state=SubmissionState.ENDED, gpus=(), end=End.INTERRUPTED, message=why, is_cleared=True)
-    return replace(
-        each,
-        state=SubmissionState.QUEUED,
-        gpus=(),
-        treatment=Treatment.RESUME,
-        # Its next start is no first one: it goes on where it finds a folder, and begins where it does not.
-        starts=max(1, each.starts),
-        message="restored from a backup",
-    )

@@ -109,7 +109,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BackUpJobs(self, request, context):
-        """All that nothing but the store knows of the jobs, one after the other: the head of the queue first.
+        """All that nothing but the store knows of the jobs, one after the other: those that wait or run in the order of the
+        queue, then those that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,9 @@ class ClusterStub:
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
     BackUpJobs: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]
-    """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+    """All that nothing but the store knows of the jobs, one after the other: those that wait or run in the order of the
+    queue, then those that have ended.
+    """
     RestoreJob: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RestoreJobRequest, _cluster_pb2.RestoreJobResponse]
     """Puts a job of a backup into the queue again. A job that the cluster has stays as it is."""
 
@@ -58,7 +60,9 @@ class ClusterAsyncStub(ClusterStub):
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
     BackUpJobs: _aio.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]  # type: ignore[assignment]
-    """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+    """All that nothing but the store knows of the jobs, one after the other: those that wait or run in the order of the
+    queue, then those that have ended.
+    """
     RestoreJob: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RestoreJobRequest, _cluster_pb2.RestoreJobResponse]  # type: ignore[assignment]
     """Puts a job of a backup into the queue again. A job that the cluster has stays as it is."""
 
@@ -108,7 +112,9 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.BackUpJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.BackUpJobsResponse], _abc.AsyncIterator[_cluster_pb2.BackUpJobsResponse]]:
-        """All that nothing but the store knows of the jobs, one after the other: the head of the queue first."""
+        """All that nothing but the store knows of the jobs, one after the other: those that wait or run in the order of the
+        queue, then those that have ended.
+        """
 
     @_abc_1.abstractmethod
     def RestoreJob(

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
-from services.scheduler.cluster.queue import in_turn
+from services.scheduler.cluster.queue import by_turn, in_turn
 from services.scheduler.shell.control import gpu_statuses
-from tidegate.cluster.backup import BackedUpJob, restored
+from tidegate.cluster.backup import BackedUpJob
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import misfit, needs_of
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -109,27 +109,30 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.BackUpJobsRequest, context: Any
     ) -> AsyncIterator[cluster_pb2.BackUpJobsResponse]:
         found = await self._loop.submissions()
-        queue = in_turn(found.values())
-        for each in (*queue, *(each for each in found.values() if each not in queue)):
-            record, config = each, await self._config_of(each)
-            while config is None:  # Its end, or another job of this name, came in between.
-                record = (await self._loop.submissions())[each.job]
-                config = await self._config_of(record)
-            yield cluster_pb2.BackUpJobsResponse(job=cluster_pb2.BackedUpJob(record=record.to_json(), config=config))
-
-    async def _config_of(self, each: Submission) -> str | None:
-        """Its text; empty where it was cleared."""
-        return "" if each.is_cleared else await self._store.config_of(each.job, each.config)
+        is_over = SubmissionState.ENDED
+        live = by_turn(each for each in found.values() if each.state is not is_over)
+        for each in (*live, *(each for each in found.values() if each.state is is_over)):
+            record, config = each, await self._store.config_of(each.job, each.config)
+            if config is None and each.state is not is_over:
+                # Its end, or another job of this name, may have come in between.
+                record = (await self._loop.submissions()).get(each.job, each)
+                config = await self._store.config_of(record.job, record.config)
+            job = cluster_pb2.BackedUpJob(record=record.to_json(), config=config or "")
+            yield cluster_pb2.BackUpJobsResponse(job=job)
 
     async def RestoreJob(self, request: cluster_pb2.RestoreJobRequest, context: Any) -> cluster_pb2.RestoreJobResponse:
-        job = BackedUpJob(Submission.parse(request.job.record), request.job.config)
-        new = restored(job.record)
+        new = BackedUpJob(request.job.record.decode(), request.job.config).restored()
         known = (await self._loop.submissions()).get(new.job)
-        if known is None:
-            if new.state is not SubmissionState.ENDED:
-                await self._store.keep_config(new.job, job.config)
-            found = await self._loop.change(new.job, lambda known: new if known is None else known)
-        return cluster_pb2.RestoreJobResponse(submission=_encoded(known or found), was_known=known is not None)
+        if known is None and new.state is not SubmissionState.ENDED:
+            await self._store.keep_config(new.job, request.job.config)
+
+        def queued(found: Submission | None) -> Submission:
+            nonlocal known
+            known = found
+            return new if found is None else found
+
+        found = await self._loop.change(new.job, queued)
+        return cluster_pb2.RestoreJobResponse(submission=_encoded(found), was_known=known is not None)
 
 
 def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.Submission:

@@ -177,5 +177,9 @@ def _there(cluster: Cluster) -> str:
 
 def in_turn(submissions: Iterable[Submission]) -> list[Submission]:
     """The queue, the head first."""
-    queued = (each for each in submissions if each.state is SubmissionState.QUEUED)
-    return sorted(queued, key=lambda each: (-each.priority, each.submitted_unix_ms, each.job))
+    return by_turn(each for each in submissions if each.state is SubmissionState.QUEUED)
+
+
+def by_turn(submissions: Iterable[Submission]) -> list[Submission]:
+    """In the order in which they would be placed."""
+    return sorted(submissions, key=lambda each: (-each.priority, each.submitted_unix_ms, each.job))

@@ -273,27 +273,54 @@ async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab
     ]
 
 
-async def test_a_backed_up_queue_goes_on_in_a_new_store_and_a_job_that_is_there_stays(lab: Lab) -> None:
+async def test_a_backed_up_queue_goes_on_in_its_order_in_a_new_store(lab: Lab) -> None:
     loop, store = await lab.replica()
     servicer = ClusterServicer(loop, store, CLUSTER)
-    for job, priority in ((ONE, 0), ("late", -1), ("urgent", 5)):
+    await servicer.SubmitJob(request("urgent", 6, priority=9), None)
+    await loop.round()
+    for job, priority in (("late", -5), (ONE, 0)):
         await servicer.SubmitJob(request(job, priority=priority), None)
     await loop.round()
-    assert {*lab.machine.starts} == {ONE, "urgent"}
+    assert {*lab.machine.starts} == {"urgent"}
     told = [each.job async for each in servicer.BackUpJobs(cluster_pb2.BackUpJobsRequest(), None)]
-    assert JobId("late") == Submission.parse(told[0].record).job, "the head of the queue first"
+    assert [Submission.parse(each.record).job for each in told] == ["urgent", ONE, "late"]
     lab.machine.starts.clear()
-    other = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
-    loop, store = await other.replica()
+    loop, store = await replace(lab, server=MemoryServer(), terms=MemoryTermRegister()).replica()
     servicer = ClusterServicer(loop, store, CLUSTER)
-    await servicer.SubmitJob(request("urgent", 3), None)
-    answers = [await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=each), None) for each in told]
-    assert {each.submission.job: each.was_known for each in answers} == {"late": False, ONE: False, "urgent": True}
-    assert {each.submission.job: each.submission.num_gpus for each in answers}["urgent"] == 3
+    for each in told:
+        answer = await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=each), None)
+        assert (answer.submission.state, answer.was_known) == ("queued", False)
+        await loop.round()
+    assert {job: start.start for job, start in lab.machine.starts.items()} == {"urgent": 2}
+    assert all(text for text in [await store.config_of(job, _config_name(each)) for job, each in _named(told)])
+
+
+def _named(told: list[cluster_pb2.BackedUpJob]) -> list[tuple[JobId, cluster_pb2.BackedUpJob]]:
+    return [(Submission.parse(each.record).job, each) for each in told]
+
+
+def _config_name(each: cluster_pb2.BackedUpJob) -> str:
+    return Submission.parse(each.record).config
+
+
+async def test_a_job_that_is_there_stays_and_a_damaged_one_is_refused(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    for job in (ONE, "two"):
+        await servicer.SubmitJob(request(job), None)
+    told = [each.job async for each in servicer.BackUpJobs(cluster_pb2.BackUpJobsRequest(), None)]
+    before = (await store.submissions()).texts
     again = await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=told[0]), None)
-    assert again.was_known
-    await loop.round()
-    assert {job: start.start for job, start in lab.machine.starts.items()} == {ONE: 2, "urgent": 1}
+    assert (again.was_known, again.submission.num_starts) == (True, 0)
     damaged = cluster_pb2.BackedUpJob(record=told[0].record, config=told[1].config)
-    with pytest.raises(ValueError, match="the config of job late is not the one"):
+    with pytest.raises(ValueError, match="the config of job one is not the one"):
         await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=damaged), None)
+    assert (await store.submissions()).texts == before
+
+
+async def test_a_job_whose_config_the_store_has_lost_is_backed_up_without_it(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await loop.change(ONE, lambda _: submitted(ONE))
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    told = [each.job async for each in servicer.BackUpJobs(cluster_pb2.BackUpJobsRequest(), None)]
+    assert [(Submission.parse(each.record).job, each.config) for each in told] == [(ONE, "")]
