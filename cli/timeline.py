@@ -20,13 +20,22 @@ from typing import Any
 from cli.jobs import UnknownJob
 from cli.moves import Moves, moves_of
 from tidegate.attempts import AttemptFolder, attempts_in
-from tidegate.clocks import Clocks
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
 from tidegate.launcher.lock import launcher_pid
 from tidegate.short_lists import counted
-from tidegate.timeline import Span, Window, chrome_trace, fill, mark_event, read_spans, state_lengths
+from tidegate.timeline import (
+    CLOCK_ERROR,
+    Span,
+    Window,
+    chrome_trace,
+    clock_error_ns,
+    fill,
+    mark_event,
+    read_spans,
+    state_lengths,
+)
 from tidegate.timeline_page.page import Mark, MarkKind, Page, Strip, Table, rendered
 from tidegate.types import GpuId, NodeId
 
@@ -43,12 +52,12 @@ class TimelineForm(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """One attempt. `start_unix_ns` is the time of the window's start; None where it is not known. `clock_error_ns`: by
-    node of another machine, by how much its times may be off (`tidegate.clocks`)."""
+    node of another machine, by how much its times may be off; None: its clock was never read (`tidegate.clocks`)."""
 
     lanes: Mapping[GpuId, Sequence[Span]]
     window: Window
     start_unix_ns: int | None
-    clock_error_ns: Mapping[NodeId, int] = field(default_factory=dict)
+    clock_error_ns: Mapping[NodeId, int | None] = field(default_factory=dict)
 
     def at_ns(self, at_ms: int) -> int | None:
         """A time of the store's clock on the clock of the spans. None outside of the window."""
@@ -73,6 +82,8 @@ def timeline_text(folder: JobFolder, form: TimelineForm, *, attempt: int | None)
 
 def as_trace(found: Timeline, moves: Moves) -> dict[str, Any]:
     trace = chrome_trace(found.lanes, found.window)
+    if found.clock_error_ns:
+        trace["otherData"][CLOCK_ERROR] = dict(found.clock_error_ns)
     for mark in _marks(found, moves):
         at_us = (mark.at_ns - found.window.start_ns) / 1000
         trace["traceEvents"].append(mark_event(at_us, str(mark.kind), {"reason": mark.text}, pid=1))
@@ -104,7 +115,9 @@ def as_json(job: str, attempt: int, found: Timeline, moves: Moves) -> dict[str, 
         "job": job,
         "attempt": attempt,
         "wall_s": found.window.wall_ns / _NS_PER_S,
-        "clock_error_s": {node: error / _NS_PER_S for node, error in found.clock_error_ns.items()},
+        "clock_error_s": {
+            node: None if error is None else error / _NS_PER_S for node, error in found.clock_error_ns.items()
+        },
         "start_unix_s": None if found.start_unix_ns is None else found.start_unix_ns / _NS_PER_S,
         "gpus": [
             {
@@ -157,12 +170,12 @@ def _timeline(folder: JobFolder, attempt: AttemptFolder) -> Timeline:
         )
     every = [span for each in spans.values() for span in each]
     window = Window(min(span.start_ns for span in every), max(span.end_ns for span in every))
-    gpus = JobConfig.read(folder.config).cluster.gpus()
+    cluster = JobConfig.read(folder.config).cluster
     is_live = launcher_pid(folder) is not None
     # The machine's clocks tell the offset as long as it has not restarted, which a killed run may have survived.
     start_unix_ns = time.time_ns() - time.monotonic_ns() + window.start_ns if is_live else None
-    lanes = {gpu: fill(spans.get(gpu, ()), window) for gpu in gpus}
-    return Timeline(lanes, window, start_unix_ns, Clocks.read(attempt.timeline).error_ns())
+    lanes = {gpu: fill(spans.get(gpu, ()), window) for gpu in cluster.gpus()}
+    return Timeline(lanes, window, start_unix_ns, clock_error_ns(attempt.timeline, cluster.far_nodes()))
 
 
 def _of_trace(trace: Mapping[str, Any]) -> Timeline:
@@ -180,7 +193,7 @@ def _of_trace(trace: Mapping[str, Any]) -> Timeline:
             span = Span(start_ns, start_ns + round(event["dur"] * 1000), event["name"], work)
             lanes[names[event["pid"], event["tid"]]].append(span)
     other = trace["otherData"]
-    errors = {NodeId(node): int(error) for node, error in other.get("clock_error_ns", {}).items()}
+    errors = {NodeId(node): error for node, error in other.get(CLOCK_ERROR, {}).items()}
     return Timeline(lanes, Window(0, int(other["wall_ns"])), other.get("start_unix_ns"), errors)
 
 
@@ -194,10 +207,10 @@ def _marks(found: Timeline, moves: Moves) -> list[Mark]:
 
 def _told_clocks(found: Timeline) -> str:
     """How far other machines' clocks may be off. Empty for a job on one machine."""
-    if not found.clock_error_ns:
-        return ""
-    error_ms = max(found.clock_error_ns.values()) / _NS_PER_MS
-    return f"; times of {', '.join(sorted(found.clock_error_ns))} within {max(error_ms, 0.1):.1f} ms"
+    known = [error for error in found.clock_error_ns.values() if error is not None]
+    unknown = sorted(node for node, error in found.clock_error_ns.items() if error is None)
+    told = f"; times of other machines within {max(known) / _NS_PER_MS:.1f} ms" if known else ""
+    return told + (f"; the clocks of {', '.join(unknown)} are not known, nor when they did what" if unknown else "")
 
 
 def _shares(found: Timeline) -> Table:

@@ -13,13 +13,15 @@ from dataclasses import replace
 
 from simulator.physics.costs import COMPUTED, ComputedCosts, computed_costs
 from simulator.physics.memory import Memory
-from simulator.physics.sections import PhysicsSection
+from simulator.physics.sections import PhysicsLaw, PhysicsSection
 from simulator.physics.trainer import ExpectedWork
 from simulator.scenario_checks import gpus_of, sharing
 from simulator.scenario_sections import ScenarioSections
 from simulator.workload import Workload
 from tidegate.config.checks.actor_layouts import allowed_layouts
 from tidegate.types import Layout, Role
+
+_AS_GIVEN = f"physics.law={PhysicsLaw.PUBLISHED_FIT}"
 
 
 def home_layout(scenario: ScenarioSections) -> Layout:
@@ -91,7 +93,7 @@ def _set_faults(scenario: ScenarioSections) -> Iterator[str]:
             if name in given:
                 yield (
                     f"costs.{section}.{name} is set, and physics.law=roofline computes it: leave it out, or set "
-                    "physics.law=published_fit"
+                    f"{_AS_GIVEN}"
                 )
     if scenario.model is not None:
         yield (
@@ -103,7 +105,8 @@ def _set_faults(scenario: ScenarioSections) -> Iterator[str]:
 def _room_faults(scenario: ScenarioSections) -> Iterator[str]:
     memory, home = memory_of(scenario), home_layout(scenario)
     if gpus_of(scenario, Role.ACTOR) and (why := memory.refusal(home)):
-        yield f"actor_layout.tp={home.tp}, pp={home.pp}, dp={home.dp} has no room for the model: {why}"
+        own = "" if "physics" in scenario.model_fields_set else f"; or set {_AS_GIVEN} for the times of costs"
+        yield f"actor_layout.tp={home.tp}, pp={home.pp}, dp={home.dp} has no room for the model: {why}{own}"
     for at, section in enumerate(scenario.actor_layouts):
         layout = section.layout()
         most = len(scenario.cluster.gpus()) * layout.dp // layout.num_ranks

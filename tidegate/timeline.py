@@ -30,6 +30,8 @@ from tidegate.clocks import Clocks
 from tidegate.json_text import parse_json, typed
 from tidegate.types import GpuId, NodeId, node_of
 
+CLOCK_ERROR = "clock_error_ns"
+"""In a trace's `otherData`."""
 FREE = "free"
 UNKNOWN = "unknown"
 
@@ -144,20 +146,33 @@ def mark_event(at_us: float, name: str, details: Mapping[str, Any], *, pid: int)
 
 
 def write_trace(
-    folder: Path, target: Path, *, gpus: Sequence[GpuId], window: Window, start_unix_ns: int | None = None
+    folder: Path,
+    target: Path,
+    *,
+    gpus: Sequence[GpuId],
+    window: Window,
+    start_unix_ns: int | None = None,
+    far: Iterable[NodeId] = (),
 ) -> None:
     """Merge the instances' files into `target`, by one atomic replacement. A slot of `gpus` without a span was free.
-    `start_unix_ns`: the time of the window's start, for what other clocks have recorded."""
+    `start_unix_ns`: the time of the window's start, for what other clocks have recorded. `far`: other machines' nodes.
+    """
     found, releases = read_spans(folder), read_releases(folder)
     slots = {gpu: fill(found.get(gpu, ()), window, released_ns=releases.get(gpu, ())) for gpu in gpus}
     trace = chrome_trace(slots, window)
     if start_unix_ns is not None:
         trace["otherData"]["start_unix_ns"] = start_unix_ns
-    if error_ns := Clocks.read(folder).error_ns():
-        trace["otherData"]["clock_error_ns"] = error_ns
+    if error_ns := clock_error_ns(folder, far):
+        trace["otherData"][CLOCK_ERROR] = error_ns
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(trace))
     os.replace(partial, target)
+
+
+def clock_error_ns(folder: Path, far: Iterable[NodeId]) -> dict[NodeId, int | None]:
+    """By node of another machine (`far`): by how much its spans may be off. None: its clock was never read."""
+    known = Clocks.read(folder).error_ns()
+    return {node: known.get(node) for node in far}
 
 
 def _span(line: str, clocks: Clocks) -> tuple[GpuId, Span] | None:

@@ -29,7 +29,7 @@ def test_a_time_between_question_and_answer_is_found_within_the_error(
     found = Offset.measured(asked_ns, asked_ns + there_after_ns + ahead_ns, asked_ns + took_ns)
     clocks = Clocks({NODE: (found,)})
     assert abs(clocks.here_ns(NODE, found.there_ns) - (asked_ns + there_after_ns)) <= found.error_ns
-    assert clocks.error_ns() == {NODE: found.error_ns}
+    assert clocks.error_ns() == {NODE: found.error_ns + 1_500_000}, "and half a minute's drift"
     assert 2 * found.error_ns <= took_ns + 1
 
 
@@ -54,7 +54,7 @@ def test_between_two_offsets_a_clock_drifts_evenly_and_a_node_without_any_shares
     assert clocks.here_ns(NODE, 150 * S) == 150 * S - 100_000
     assert clocks.here_ns(NODE, 300 * S) == 300 * S - 150_000
     assert clocks.here_ns(NodeId("n0"), 7) == 7
-    assert clocks.error_ns() == {NODE: 30}
+    assert clocks.error_ns() == {NODE: 30 + 5_000_000}, "and the drift of a hundred seconds"
 
 
 def test_a_machine_that_started_anew_disturbs_no_time_of_before_or_after() -> None:
@@ -72,8 +72,9 @@ def test_the_spans_of_another_machine_lie_beside_those_of_this_one(tmp_path: Pat
     (tmp_path / "actor@a.jsonl").write_text(json.dumps(there | {"gpu": "a/0", "start_ns": 110, "end_ns": 140}))
     assert read_spans(tmp_path) == {GpuId(gpu): [Span(110, 140, "training")] for gpu in ("a/0", "b/0")}
     assert read_releases(tmp_path) == {GpuId("b/0"): [150]}
-    write_trace(tmp_path, target := tmp_path / "trace.json", gpus=[GpuId("b/0")], window=Window(100, 200))
-    assert json.loads(target.read_text())["otherData"]["clock_error_ns"] == {"b": 20, "c": 20}
+    far = [NODE, NodeId("unread")]
+    write_trace(tmp_path, target := tmp_path / "trace.json", gpus=[GpuId("b/0")], window=Window(100, 200), far=far)
+    assert json.loads(target.read_text())["otherData"]["clock_error_ns"] == {"b": 1_500_020, "unread": None}
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

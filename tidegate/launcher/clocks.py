@@ -16,7 +16,7 @@ import structlog
 
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
-from tidegate.clocks import FILE, Offset, line_of
+from tidegate.clocks import EVERY_S, FILE, Offset, line_of
 from tidegate.config.sections.job import ClusterSection
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
@@ -24,8 +24,6 @@ from tidegate.types import NodeId
 from tidegate.v1 import machine_pb2
 
 NUM_EXCHANGES = 8
-EVERY_S = 30.0
-"""Two clocks drift apart by up to 50 us a second where nothing steers them: by 1.5 ms."""
 ANSWER_S = 5.0
 
 
@@ -40,7 +38,9 @@ async def noted_clocks(cluster: ClusterSection, folder: Path) -> AsyncIterator[N
         yield
     finally:
         noting.cancel()
-        await asyncio.gather(noting, return_exceptions=True)
+        (ended,) = await asyncio.gather(noting, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            structlog.get_logger("launcher").warning("clocks were not noted to the end", error=str(ended))
 
 
 async def _note(cluster: ClusterSection, path: Path) -> None:

@@ -260,7 +260,14 @@ class _Run:
         attempt = self._claim.attempt
         gpus, start_unix_ns = self._config.cluster.gpus(), time.time_ns() - window.wall_ns
         try:
-            write_trace(attempt.timeline, attempt.trace, gpus=gpus, window=window, start_unix_ns=start_unix_ns)
+            write_trace(
+                attempt.timeline,
+                attempt.trace,
+                gpus=gpus,
+                window=window,
+                start_unix_ns=start_unix_ns,
+                far=self._config.cluster.far_nodes(),
+            )
         except OSError as error:  # the result is worth more
             self._view.note(f"the timeline could not be written: {error}")
         wall_s = window.wall_ns / 1e9

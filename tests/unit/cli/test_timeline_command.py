@@ -34,6 +34,21 @@ def test_all_forms_show_the_same_spans_and_marks(tmp_path: Path, capsys: pytest.
     assert [row["transition"] for row in value["moves"]] == ["small/1/t4", "small/1/t5"]
 
 
+def test_all_forms_tell_by_how_much_other_machines_times_may_be_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = moved_job(tmp_path)
+    path = folder.attempt().trace
+    trace = json.loads(path.read_text())
+    trace["otherData"]["clock_error_ns"] = {"n1": 1_600_000, "n2": None}
+    path.write_text(json.dumps(trace))
+    where = ["small", "--output-dir", str(folder.root.parent)]
+    assert json.loads(said(capsys, *where, "-o", "json"))["clock_error_s"] == {"n1": 0.0016, "n2": None}
+    assert json.loads(said(capsys, *where))["otherData"]["clock_error_ns"] == {"n1": 1_600_000, "n2": None}
+    page = said(capsys, *where, "-o", "html")
+    assert "times of other machines within 1.6 ms; the clocks of n2 are not known" in page
+
+
 def test_the_states_of_each_slot_add_up_to_the_wall_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = moved_job(tmp_path)
     value = json.loads(said(capsys, "small", "--output-dir", str(folder.root.parent), "-o", "json"))

@@ -127,6 +127,12 @@ def test_a_scenario_without_physics_has_computed_times(tmp_path: Path) -> None:
     assert laws.engine != Costs().engine
 
 
+def test_a_small_scenario_of_an_earlier_release_is_told_the_law_that_it_had(tmp_path: Path) -> None:
+    (path := tmp_path / "old.yaml").write_text(PLAIN.replace("rollout: 0-7", "actor: 0, rollout: 2-5, inference: 6-7"))
+    with pytest.raises(ScenarioError, match=r"no room for the model: .*; or set physics\.law=published_fit"):
+        load_scenario(path)
+
+
 def test_a_scenario_of_given_costs_has_those_of_its_file(tmp_path: Path) -> None:
     (path := tmp_path / "old.yaml").write_text(PLAIN)
     old = load_scenario(path, ["physics.law=published_fit"])

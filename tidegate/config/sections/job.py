@@ -118,6 +118,10 @@ class ClusterSection(_Section):
         """The other machine that has the node. None: it runs where the job is started."""
         return next((machine for machine in self.machines if node in machine.nodes), None)
 
+    def far_nodes(self) -> tuple[NodeId, ...]:
+        """Those of other machines."""
+        return tuple(NodeId(node) for machine in self.machines for node in machine.nodes)
+
     def gpus(self) -> tuple[GpuId, ...]:
         return tuple(gpu_id(NodeId(node), index) for node, count in self.nodes.items() for index in range(count))
 

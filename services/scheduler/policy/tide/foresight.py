@@ -42,8 +42,10 @@ HOPELESS = 1.15
 settings a search gained at most 10 % there."""
 
 DOUBTED_RATE = 0.92
-"""So many times its told rate a trainer counts as fast, that was never measured, once the lengths are not as told. A
-trainer that is slower than told starts too late and shows it late; one that is faster starts a little early."""
+"""So many times its told rate a trainer counts as fast that was never measured, once lengths are not as told. A
+trainer that is slower than told starts too late and shows it late; one that is faster starts a little early. On twenty
+tuning seeds the worst case of `told_wrong` takes 1.2 % less, and 1.8 % with 0.85; hints of other prompts alone cost
+0.8 % more then, and 2 %."""
 
 ELSEWHERE_GAIN = 0.01
 """The share by which a plan of the coarse family has to end sooner than the improved plan to take its place. At 0 the
