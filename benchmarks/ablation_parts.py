@@ -100,10 +100,6 @@ def _without_changes(is_left_out: Callable[[Ints, Ints], Any]) -> Instead:
     return Instead(plans, "_changes", other)
 
 
-def _without_starting_at_once(present: Callable[..., Iterator[Change]]) -> Callable[..., Iterator[Change]]:
-    return lambda *args, **options: (each for each in present(*args, **options) if each[0] != -np.inf)
-
-
 def _without_caches(present: Callable[..., Any]) -> Callable[..., Any]:
     """Sequences of the queue start without computing caches again."""
     return lambda starts, ends, cached, recomputed, num_slots: present(
@@ -114,15 +110,6 @@ def _without_caches(present: Callable[..., Any]) -> Callable[..., Any]:
 def _with_nothing_ahead(present: Callable[..., Any]) -> Callable[..., Any]:
     """Engines that leave ahead of a minibatch's end decode until then."""
     return lambda self, at, engines, slots, leave_s: present(self, at, engines, slots, 0.0)
-
-
-def _by_number(present: Callable[..., Any]) -> Callable[..., Any]:
-    """Complete groups in the order of their numbers."""
-
-    def other(situation: Situation, starts: Floats, ends: Floats, longest: Floats, minibatch: Ints) -> Any:
-        return present(situation, starts, ends, np.arange(longest.size, dtype=np.float64), minibatch)
-
-    return other
 
 
 def _as_long_as_told(picture: Generation, groups: Ints | None = None) -> Observed:
@@ -208,13 +195,9 @@ PARTS: Mapping[str, Part] = {
     "a family of late starts": Part((Instead(foresight, "family", _infers_with_it),), kinds=(Kind.FIXED,)),
     "no start before the first group": Part(_named(plans, "not_before", lambda found, earliest_s: found)),
     "a plan that is looked at while it waits": Part(rules={"fresh_share": 1e6}),
-    "a plan that waits is given up": Part(
-        _named(foresight, "ELSEWHERE_GAIN", 1.0), kinds=(Kind.ARRIVAL, Kind.FIXED, Kind.TOLD_WRONG)
-    ),
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
     "a search from two starts": Part(_named(plans, "BEGINNINGS", 1), kinds=STREAMED),
-    "a neighbour that starts at once": Part((Instead(plans, "_changes", _without_starting_at_once),), kinds=STREAMED),
     "a told rate that is doubted": Part(
         _named(foresight, "DOUBTED_RATE", 1.0),
         kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
@@ -264,7 +247,6 @@ PARTS: Mapping[str, Part] = {
     "caches that the queue computes again": Part((Instead(outlook, "_load", _without_caches),)),
     "engines that leave ahead": Part((Instead(Forecast, "_switched", _with_nothing_ahead),)),
     "copies that wait for the longest": Part(_named(outlook, "_unevenness", lambda groups: 0.0)),
-    "complete groups by their longest": Part((Instead(outlook, "_in_order", _by_number),)),
     "older sequences where few run": Part(
         _named(
             Forecast,

@@ -18,7 +18,7 @@ from services.scheduler.policy.opening_order import longest_first, short_between
 from services.scheduler.policy.situation import Situation
 from services.scheduler.policy.tide.cluster import Plans, cluster_of, gpus_there
 from services.scheduler.policy.tide.forecast import Forecast
-from services.scheduler.policy.tide.foresight import DOUBTED_RATE, ELSEWHERE_GAIN, Foresight, TideRules, believed
+from services.scheduler.policy.tide.foresight import DOUBTED_RATE, Foresight, TideRules, believed
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.outlook import outlook
 from services.scheduler.policy.tide.plans import (
@@ -31,7 +31,6 @@ from services.scheduler.policy.tide.plans import (
     neighbours,
     not_before,
     search,
-    search_beside,
 )
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
@@ -266,18 +265,6 @@ def test_a_home_that_is_far_slower_than_lending_is_not_searched(
     assert is_kept == bool(num)
 
 
-def test_a_plan_that_waits_has_a_neighbour_that_starts_at_once() -> None:
-    situation, simulated = opened(PUBLISHED, 0)
-    cluster = forecast(situation, simulated, tuple(range(512))).cluster
-    late = replace(family(cluster, 4, 500.0).row(5), start_s=np.array([400.0]))
-    around = neighbours(late, cluster, 500.0)
-    at_once = around.start_s == 0
-    assert at_once.sum() == 1
-    assert np.array_equal(around.trainer[at_once], late.trainer)
-    has_begun = replace(cluster, num_trainer_gpus=16)
-    assert not (neighbours(late, has_begun, 500.0).start_s == 0).any()
-
-
 def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     situation, simulated = opened(PUBLISHED, 0)
     cluster = forecast(situation, simulated, tuple(range(512))).cluster
@@ -292,19 +279,6 @@ def test_every_neighbour_of_a_plan_is_legal_and_differs_from_it() -> None:
     assert (*plan.start_s, *plan.trainer[0], *plan.inference[0]) not in rows
 
 
-def test_a_plan_that_waits_is_given_up_only_for_a_much_better_one() -> None:
-    situation, simulated = opened(PUBLISHED, 0)
-    own = forecast(situation, simulated, tuple(range(512)))
-    foresight, late = Foresight(TideRules()), Plans(np.array([own.span_s]), np.full((1, 4), 60), np.full((1, 4), 4))
-    waits = search(own, late, rounds=1)
-    found = foresight._improved(own, late, 4)
-    assert found.end_s < (1 - ELSEWHERE_GAIN) * waits.end_s
-    assert found.plan.start_s[0] < waits.plan.start_s[0] / 2
-    assert foresight._improved(own, found.plan, 4).end_s == search(own, found.plan, rounds=1).end_s
-    has_trainer = replace(own, cluster=replace(own.cluster, num_trainer_gpus=4))
-    assert foresight._improved(has_trainer, late, 4).end_s == search(has_trainer, late, rounds=1).end_s
-
-
 def test_the_told_rate_is_doubted_while_lengths_are_not_as_told_and_nothing_was_measured() -> None:
     situation, _ = opened(PUBLISHED, 0)
     cluster = cluster_of(situation, TidePolicy().choose(situation).assignment, gpus_there(situation))
@@ -315,20 +289,6 @@ def test_the_told_rate_is_doubted_while_lengths_are_not_as_told_and_nothing_was_
     training = replace(wrong.trainer.training, measured=(TrainerRate(Layout(tp=4), 1000.0),))
     measured = replace(wrong, trainer=replace(wrong.trainer, training=training))
     assert believed(measured, cluster) is cluster
-
-
-def test_a_search_beside_others_finds_what_two_forecasts_find() -> None:
-    situation, simulated = opened(PUBLISHED, 0)
-    own = forecast(situation, simulated, tuple(range(512)))
-    coarse = family(own.cluster, 4, own.span_s)
-    for row in (0, 5, coarse.count - 1):
-        plan = coarse.row(row)
-        found, other = search_beside(own, plan, coarse)
-        apart = search(own, plan, rounds=1), best_of(own, not_before(coarse, earliest_start_s(own)))
-        for one, two in zip((found, other), apart, strict=True):
-            assert one.end_s == two.end_s
-            assert np.array_equal(one.plan.trainer, two.plan.trainer)
-            assert np.array_equal(one.plan.start_s, two.plan.start_s)
 
 
 def test_inference_gives_gpus_to_the_trainer_from_a_minibatch_on() -> None:

@@ -2,13 +2,12 @@
 
 - When an iteration opens, the search begins at a coarse family of plans.
 - From then on each search tries the neighbours of the remembered plan, so that the plan improves while it waits for its
-  start. A plan of the family takes its place meanwhile where it is much better, as where the world is not as told.
+  start.
 - When GPUs are about to move, the search takes `rounds` rounds.
 
 Invariants:
 - A plan that moves the trainer now is taken only where it ends sooner by more than `least_gain_s`.
   [test_tide_policy: moves_only_where_that_gains]
-- A plan that waits for its start is not kept where one of the family is much better. [test_foresight: much_better]
 - Where every component is at home, leaving it has to pay for the way back. [test_tide_policy: where_the_way_home_costs]
 - The told rate of the trainer is doubted while nothing was measured and lengths are not as told, and only then.
   [test_foresight: told_rate_is_doubted]
@@ -28,7 +27,7 @@ from services.scheduler.policy.tide.cluster import Cluster, Plans, can_move, clu
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.memory import PlannedStage, TideMemory, TidePlan
 from services.scheduler.policy.tide.outlook import outlook
-from services.scheduler.policy.tide.plans import Found, best_of, family, search, search_beside
+from services.scheduler.policy.tide.plans import Found, best_of, family, search
 from services.scheduler.policy.tide.prompt_order import queue_in
 from services.scheduler.state.remembered import Assignment
 from tidegate.short_lists import counted
@@ -46,10 +45,6 @@ DOUBTED_RATE = 0.92
 trainer that is slower than told starts too late and shows it late; one that is faster starts a little early. On twenty
 tuning seeds the worst case of `told_wrong` takes 1.2 % less, and 1.8 % with 0.85; hints of other prompts alone cost
 0.8 % more then, and 2 %."""
-
-ELSEWHERE_GAIN = 0.01
-"""The share by which a plan of the coarse family has to end sooner than the improved plan to take its place. At 0 the
-search goes to and fro: on tuning seeds iterations took up to 2 % longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ class Foresight:
         num_left = num_to_come(situation)
         known = of_memory(situation, memory, num_left)
         if known is not None and not is_move:
-            found = self._improved(forecast, known, num_left)
+            found = search(forecast, known, rounds=1)
             return replace(found, weighed=(alternative("the plan, improved", found, is_chosen=True),))
         coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
         begin = coarse if known is None else known
@@ -163,19 +158,6 @@ class Foresight:
         num_slots = max(1, cluster.num_engines) * cluster.max_running
         left = outlook(situation, situation.expected_lengths, num_slots=num_slots, waiting=waiting)
         return Forecast(left, cluster, situation.costs)
-
-    def _improved(self, forecast: Forecast, known: Plans, num_left: int) -> Found:
-        """The plan, or a neighbour. While the trainer has no GPUs, one of the family in its place that is so much
-        better that the plan was made in another belief: neighbours of a plan that starts in the rollout's tail all
-        start there."""
-        cluster = forecast.cluster
-        if cluster.num_trainer_gpus or cluster.is_open:
-            return search(forecast, known, rounds=1)
-        coarse = family(cluster, num_left, forecast.span_s, infers_ahead=forecast.infers_ahead)
-        found, other = search_beside(forecast, known, coarse)
-        if other.end_s >= (1 - ELSEWHERE_GAIN) * found.end_s:
-            return found
-        return search(forecast, other.plan, rounds=1)
 
     def _or_stay(self, forecast: Forecast, found: Found) -> Found:
         """The plan, or, where moving now does not pay, the same plan with no move before the next minibatch."""

@@ -245,7 +245,7 @@ def _lots(situation: Situation, starts: Floats, ends: Floats, final: Floats) -> 
     ended = np.where(picture.is_unfinished, 0.0, final).reshape(-1, size).sum(axis=1)
     last_tokens = by_member[np.arange(picture.num_groups), last]
     minibatch = _minibatch_of(situation)
-    order, is_ready = _in_order(situation, group_starts, group_ends, by_member.max(axis=1), minibatch)
+    order, is_ready = _in_order(situation, group_starts, group_ends, minibatch)
     width = max(1, -(-order.size // LOTS))
     is_open = picture.unfinished_by_group > 0
     kinds = (group_starts[order] > 0, is_open[order], is_ready[order], minibatch[order])
@@ -299,18 +299,16 @@ def left_sizes(situation: Situation) -> tuple[int, ...]:
     return (max(0, open_left), *sizes[done + 1 :])
 
 
-def _in_order(
-    situation: Situation, starts: Floats, ends: Floats, longest: Floats, minibatch: Ints
-) -> tuple[Ints, NDArray[np.bool_]]:
+def _in_order(situation: Situation, starts: Floats, ends: Floats, minibatch: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     """The groups that are not taken, and by group whether inference handed it on.
 
-    Their order: handed on, complete (by their longest response, which tells best which ended first), running (in the
-    order of their ends), waiting (in the order of their starts).
+    Their order: handed on, complete (by their numbers: which of them ended first is not known), running (in the order
+    of their ends), waiting (in the order of their starts).
     """
     training, ready = situation.trainer.training, np.array(situation.inference.inferring.ready, dtype=np.int64)
     is_open = situation.generation.unfinished_by_group > 0
     key = np.where(starts > 0, 1.0, np.where(is_open, 0.0, -1.0))
-    place = np.where(starts > 0, starts, np.where(is_open, ends, longest))
+    place = np.where(starts > 0, starts, np.where(is_open, ends, 0.0))
     key[ready], place[ready] = -2.0, np.arange(ready.size)
     is_ready, is_taken = np.zeros(ends.size, dtype=np.bool_), np.zeros(ends.size, dtype=np.bool_)
     is_fixed = situation.spec.minibatch_order is MinibatchOrder.FIXED

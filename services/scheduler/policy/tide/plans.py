@@ -2,7 +2,7 @@
 
 Each round forecasts all neighbours of the best plan at once and takes the best of them. A neighbour differs in one of
 
-- the time at which the trainer starts, or inference ahead of it, by a little or to start at once;
+- the time at which the trainer starts, or inference ahead of it, by a little;
 - the trainer's GPUs in one minibatch;
 - GPUs that the trainer takes from inference, or gives to it, in one of the next two minibatches, or from it on. Where
   inference is dear its work is shared among minibatches: more of it in one alone only makes it wait in the next.
@@ -25,7 +25,6 @@ The search stops after `rounds` rounds at the latest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -102,14 +101,6 @@ def _best_by_start(plans: Plans, ends_s: Floats) -> list[Plans]:
     for at in np.argsort(ends_s, kind="stable").tolist():
         by_start.setdefault(round(float(plans.start_s[at]), 1), at)
     return [plans.row(at) for at in list(by_start.values())[:BEGINNINGS]]
-
-
-def search_beside(forecast: Forecast, plan: Plans, others: Plans) -> tuple[Found, Found]:
-    """One round of a search from one plan, and the best of the others. One forecast of all takes less than two."""
-    earliest_s = earliest_start_s(forecast)
-    near, others = _near(forecast, not_before(plan, earliest_s)), not_before(others, earliest_s)
-    ends_s = forecast.ends_s(Plans.of(near, others))
-    return _improved(near, ends_s[: near.count])[0], _found(others, ends_s[near.count :])
 
 
 def _near(forecast: Forecast, plan: Plans) -> Plans:
@@ -225,7 +216,6 @@ def _changes(
 
     units = [step * cluster.unit_size for step in _steps(cluster)]
     if not cluster.is_open and not cluster.num_trainer_gpus:
-        yield -math.inf, -math.inf, none, none
         for share in START_STEPS:
             for sign in (-1, 1):
                 by_s = sign * share * span_s

@@ -119,16 +119,6 @@ def test_groups_that_inference_handed_on_come_first_and_then_complete_ones() -> 
     assert set(rank.tolist()) == {0, 1, 2}
 
 
-def test_complete_groups_come_by_their_longest_response() -> None:
-    spec = job(actor=2, rollout=4, inference=2, prompts=8, group_size=2, minibatches=1)
-    lengths = (10, 70, 40, 30, 60, 5, 20, 15, *[10] * 8)
-    picture = generation(spec, as_configured(spec).engines, lengths=lengths, places=(ENDED,) * 8 + (0,) * 8)
-    situation = seen(spec, as_configured(spec), picture=picture, are_inferred=False)
-    final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, 90.0, 0.0)
-    lots = outlook(situation, final, num_slots=100).lots
-    assert lots.tokens[lots.is_ended].tolist() == [20 + 15, 40 + 30, 60 + 5, 10 + 70]
-
-
 @pytest.mark.parametrize(("lengths", "want"), [((10, 10), 0.0), ((10, 30), math.log2(1.5))])
 def test_unevenness_tells_how_much_longer_the_longest_response_is(lengths: tuple[int, int], want: float) -> None:
     """The longer of two responses has two to this power times the tokens of their mean."""
