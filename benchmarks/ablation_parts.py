@@ -178,6 +178,8 @@ def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
 
 _LAW_AS_TOLD = _named(situation, "supported_law", _law_as_told)
 
+_TOLD_WRONG = "left out with two others, two ways of being told wrong take 6 and 8 % longer on four other seeds"
+
 PARTS: Mapping[str, Part] = {
     NOTHING: Part(_named(outlook, "GRID", 127)),
     # The opening
@@ -193,7 +195,9 @@ PARTS: Mapping[str, Part] = {
         _named(Forecast, "infers_ahead", property(lambda self: False)), kinds=(Kind.FIXED,)
     ),
     "a family of late starts": Part((Instead(foresight, "family", _infers_with_it),), kinds=(Kind.FIXED,)),
-    "no start before the first group": Part(_named(plans, "not_before", lambda found, earliest_s: found)),
+    "no start before the first group": Part(
+        _named(plans, "not_before", lambda found, earliest_s: found), kept_for=_TOLD_WRONG
+    ),
     "a plan that is looked at while it waits": Part(rules={"fresh_share": 1e6}),
     "the remembered plan": Part(_named(foresight, "of_memory", lambda *_: None)),
     "several rounds of a search": Part(rules={"rounds": 1}),
@@ -201,6 +205,7 @@ PARTS: Mapping[str, Part] = {
     "a told rate that is doubted": Part(
         _named(foresight, "DOUBTED_RATE", 1.0),
         kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
+        kept_for="the worst way of being told wrong takes 1.2 % less with it on twenty seeds",
     ),
     "GPUs from inference to the trainer": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) == 1),)),
     "the same from a minibatch on": Part((_without_changes(lambda trainer, own: np.count_nonzero(own) > 1),)),
@@ -233,7 +238,8 @@ PARTS: Mapping[str, Part] = {
         kept_for="no setting that is tried fills the engines' memory",
     ),
     "the wait of sequences that come back": Part(
-        _named(Forecast, "_waits", lambda self, at, *_: np.zeros(at.steps.shape))
+        _named(Forecast, "_waits", lambda self, at, *_: np.zeros(at.steps.shape)),
+        kept_for="31 settings take 0.4 % longer without it on four seeds each, which two seeds do not show",
     ),
     "responses scored ahead": Part(
         (
@@ -244,8 +250,8 @@ PARTS: Mapping[str, Part] = {
             ),
         )
     ),
-    "caches that the queue computes again": Part((Instead(outlook, "_load", _without_caches),)),
-    "engines that leave ahead": Part((Instead(Forecast, "_switched", _with_nothing_ahead),)),
+    "caches that the queue computes again": Part((Instead(outlook, "_load", _without_caches),), kept_for=_TOLD_WRONG),
+    "engines that leave ahead": Part((Instead(Forecast, "_switched", _with_nothing_ahead),), kept_for=_TOLD_WRONG),
     "copies that wait for the longest": Part(_named(outlook, "_unevenness", lambda groups: 0.0)),
     "older sequences where few run": Part(
         _named(
@@ -273,9 +279,12 @@ PARTS: Mapping[str, Part] = {
     "the spread that hints show": Part(
         _named(supported_law, "variance_of_hints", _no_hints) + _named(opening_order, "variance_of_hints", _no_hints),
         kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
+        kept_for="told half the spread, iterations take 6 % longer without it on three other seeds",
     ),
     "the trainer's measured rate": Part(
-        _named(trainer_rates, "_of_copies_like", lambda *_: ()), kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG)
+        _named(trainer_rates, "_of_copies_like", lambda *_: ()),
+        kinds=(*TOLD_RIGHT, Kind.TOLD_WRONG),
+        kept_for="a rate that a job is told may be off by more than the 0.7 and 1.3 that are tried",
     ),
     "a bend by several measured layouts": Part(
         (
