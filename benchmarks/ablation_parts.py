@@ -178,7 +178,10 @@ def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
 
 _LAW_AS_TOLD = _named(situation, "supported_law", _law_as_told)
 
-_TOLD_WRONG = "left out with two others, two ways of being told wrong take 6 and 8 % longer on four other seeds"
+_TOLD_WRONG = (
+    "two ways of being told wrong take 6 and 8 % longer on four other seeds without the three parts of this reason and "
+    "four others, and no longer without the four alone"
+)
 
 PARTS: Mapping[str, Part] = {
     NOTHING: Part(_named(outlook, "GRID", 127)),

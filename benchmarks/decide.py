@@ -37,7 +37,7 @@ NEARLY = 0.95
 """The share of the largest number of running sequences from which on a moment is timed."""
 MOMENTS, QUICK_MOMENTS = 400, 60
 REPEATS = 5
-"""Of a decision. One interruption would else be the result: the slowest is of under ten, p99 of four."""
+"""How often a decision is taken. Else one interruption would be the result: the slowest is of ten, p99 of four."""
 SEED = 0
 TIMED = "tide"
 GOALS = {"decide_p50_ms": "<= 5", "decide_p99_ms": "<= 20", "decide_slowest_ms": "<= 50"}

@@ -61,7 +61,7 @@ class Clocks:
 
     @classmethod
     def read(cls, folder: Path) -> Clocks:
-        """Of a folder of spans; no offsets where it has no file of them."""
+        """The offsets in a folder of spans; none where it has no file of them."""
         found: dict[NodeId, list[Offset]] = {}
         try:
             lines = (folder / FILE).read_text(errors="replace").splitlines()

@@ -30,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class BackedUpJob:
-    """The texts of its record and of its config. `config` is empty for a job whose data was cleared."""
+    """The texts of its record and of its config. `config` is empty for a job that has ended."""
 
     record: str
     config: str

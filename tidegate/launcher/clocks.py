@@ -52,7 +52,7 @@ async def _note(cluster: ClusterSection, path: Path) -> None:
             for machine, stub in stubs:
                 try:
                     line = line_of(map(NodeId, machine.nodes), await offset_of(stub))
-                    with path.open("a") as stream:  # one short line
+                    with path.open("a") as stream:
                         stream.write(line)
                 except (PeerUnavailable, PeerRefused, OSError) as error:
                     log.warning("the clock is not known", machine=machine.name, error=str(error))

@@ -321,7 +321,7 @@ class BackedUpJob(_message.Message):
     record: _builtins.bytes
     """The job's record in the store, as JSON."""
     config: _builtins.str
-    """The resolved config, as JSON; empty where the store has none any more."""
+    """The resolved config, as JSON; empty for a job that has ended, and where the store has lost it."""
     def __init__(
         self,
         *,

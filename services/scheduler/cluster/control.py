@@ -109,16 +109,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.BackUpJobsRequest, context: Any
     ) -> AsyncIterator[cluster_pb2.BackUpJobsResponse]:
         found = await self._loop.submissions()
-        is_over = SubmissionState.ENDED
-        live = by_turn(each for each in found.values() if each.state is not is_over)
-        for each in (*live, *(each for each in found.values() if each.state is is_over)):
+        over = [each for each in found.values() if each.state is SubmissionState.ENDED]
+        for each in by_turn(each for each in found.values() if each.state is not SubmissionState.ENDED):
             record, config = each, await self._store.config_of(each.job, each.config)
-            if config is None and each.state is not is_over:
-                # Its end, or another job of this name, may have come in between.
+            if config is None:  # Its end, or another job of this name, may have come in between.
                 record = (await self._loop.submissions()).get(each.job, each)
                 config = await self._store.config_of(record.job, record.config)
             job = cluster_pb2.BackedUpJob(record=record.to_json(), config=config or "")
             yield cluster_pb2.BackUpJobsResponse(job=job)
+        for each in over:
+            yield cluster_pb2.BackUpJobsResponse(job=cluster_pb2.BackedUpJob(record=each.to_json()))
 
     async def RestoreJob(self, request: cluster_pb2.RestoreJobRequest, context: Any) -> cluster_pb2.RestoreJobResponse:
         new = BackedUpJob(request.job.record.decode(), request.job.config).restored()
