@@ -231,7 +231,6 @@ PARTS: Mapping[str, Part] = {
     "training while GPUs are released": Part(
         _named(Forecast, "_idle_share", lambda self, before, after: np.ones(np.broadcast(before, after).shape))
     ),
-    "a portion under way": Part((_of_clusters(busy_s=0.0),)),
     "engines without work": Part(
         (_of_clusters(num_working=None),),
         kept_for="without it GPUs may stay idle beside an open minibatch, as a test of the policy shows",

@@ -76,7 +76,6 @@ class Situations:
             closes_at_ms=None if trainer.closes_at_s is None else to_ms(trainer.closes_at_s),
             measured=self._rates(world),
             update_s=trainer.measured_update_s,
-            portion_ends_at_ms=None if trainer.portion_ends_at_s is None else to_ms(trainer.portion_ends_at_s),
         )
 
     def _rates(self, world: World) -> tuple[TrainerRate, ...]:

@@ -95,7 +95,6 @@ class Trainer:
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
         """The end of the open minibatch, known once its last group is taken."""
-        self.portion_ends_at_s: float | None = None
         """The end of the portion that is trained."""
         self._num_bundles = 0
         """The bundles of the open minibatch."""
@@ -174,7 +173,7 @@ class Trainer:
         again = len(self.taken)
         self.ready[:0] = self.taken
         self.taken, self._num_bundles, self.gpus, self.layout = [], 0, (), None
-        self._busy = self._resizing = self.closes_at_s = self.portion_ends_at_s = None
+        self._busy = self._resizing = self.closes_at_s = None
         self._has_died = True
         self._with_groups.clear()
         self.drop_waiting(gpu)
@@ -278,7 +277,6 @@ class Trainer:
             seconds += self._costs.trainer.update_s(self.layout)
             self.closes_at_s = self._now + seconds
             self._shared.report(What.MINIBATCH_CLOSED, self.minibatch, size)
-        self.portion_ends_at_s = self._now + seconds
         ended = partial(self._trained, measured, is_last=portion.is_last)
         self._busy = self._shared.clock.schedule(self._now + seconds, ended)
 
@@ -289,7 +287,7 @@ class Trainer:
         return self._costs.trainer.length_factor(lengths) * self._noise.of_portion(self._num_portions - 1)
 
     def _trained(self, measured: Measured, *, is_last: bool) -> None:
-        self._busy = self.portion_ends_at_s = None
+        self._busy = None
         assert self.layout is not None, "a trainer with GPUs has a layout"
         if is_last or self._workload.streams:
             before = self.trained_in.get(self.layout, Measured())

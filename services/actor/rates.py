@@ -125,10 +125,10 @@ class TrainingRates:
         fixed_s = self._fixed_s()
         return None if self._last_fit_s is None and fixed_s == self.assumed_s else fixed_s
 
-    def expected_s(self, layout: Layout, lengths: Sequence[int], *, is_last: bool = True) -> float | None:
-        """The expected time of a portion with these sequences. None before a portion of such copies was measured."""
+    def expected_s(self, layout: Layout, lengths: Sequence[int]) -> float | None:
+        """The expected time of a last portion with these sequences. None before one of such copies was measured."""
         token_s = self._token_s(layout)
-        return None if token_s is None else self._fixed_s() * is_last + load_of(lengths, layout) * token_s
+        return None if token_s is None else self._fixed_s() + load_of(lengths, layout) * token_s
 
     def tokens_in(self, layout: Layout, seconds: float) -> float | None:
         """The tokens of all ranks that are expected in a portion of so many seconds, prompts included. None as in

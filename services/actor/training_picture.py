@@ -22,15 +22,12 @@ from tidegate.v1 import events_pb2
 EARLY = 0.9
 """The share of its expected time after which an update is said to end. Measured updates end up to a tenth sooner than
 expected. GPUs that come late miss the boundary, and the whole next minibatch; early ones wait for a moment."""
-TOLD_S = 0.2
-"""A portion that takes longer is told at once, at its begin and at its end. Many short ones are in pictures when the
-pace allows it."""
 
 
 @dataclass(slots=True)
 class TrainingPicture:
     """The picture of one iteration. `rates` outlive it. It calls `note_change` where a minibatch begins, gets its last
-    portion, ends or is dropped, and around a long portion."""
+    portion, ends or is dropped."""
 
     assembly: MinibatchAssembly
     rates: TrainingRates
@@ -41,8 +38,6 @@ class TrainingPicture:
     closes_at_ms: int | None = None
     """The earliest likely end of the update, by the wall clock, as the store's clock. None before a portion was
     measured, and before the last portion."""
-    portion_ends_at_ms: int | None = None
-    """The same of the portion under way. None between two portions, and before one was measured."""
     now_s: Callable[[], float] = time.monotonic
     """The clock of durations."""
 
@@ -52,7 +47,6 @@ class TrainingPicture:
             num_taken=self.assembly.num_taken,
             is_at_boundary=not self.is_begun,
             closes_at_ms=self.closes_at_ms,
-            portion_ends_at_ms=self.portion_ends_at_ms,
             measured=self.rates.by_layout(),
             update_s=self.rates.update_s(),
         )
@@ -63,13 +57,11 @@ class TrainingPicture:
         tokens of each of its sequences, prompts included.
 
         If it raises, the minibatch is dropped."""
-        expected_s = self.rates.expected_s(layout, lengths, is_last=is_last)
-        if is_last or not self.is_begun or (expected_s or 0.0) > TOLD_S:
+        if is_last or not self.is_begun:
             self.note_change()
         self.is_begun = True
-        if expected_s is not None:
-            self.portion_ends_at_ms = round((time.time() + EARLY * expected_s) * 1000)
-            self.closes_at_ms = self.portion_ends_at_ms if is_last else None
+        if is_last and (expected_s := self.rates.expected_s(layout, lengths)) is not None:
+            self.closes_at_ms = round((time.time() + EARLY * expected_s) * 1000)
         started_s = self.now_s()
         try:
             yield
@@ -78,11 +70,8 @@ class TrainingPicture:
             raise
         seconds, load = self.now_s() - started_s, load_of(lengths, layout)
         self.rates.note(layout, num_tokens=num_tokens, load=load, seconds=seconds, is_last=is_last)
-        self.portion_ends_at_ms = None
         if is_last:
             self._reset()
-        elif seconds > TOLD_S:
-            self.note_change()
 
     def drop(self) -> None:
         """Note that the portions so far are lost."""
@@ -95,4 +84,4 @@ class TrainingPicture:
         self.note_change()
 
     def _reset(self) -> None:
-        self.is_begun, self.closes_at_ms, self.portion_ends_at_ms = False, None, None
+        self.is_begun, self.closes_at_ms = False, None

@@ -187,7 +187,6 @@ pictures_of_an_actor = st.builds(
         max_size=3,
     ),
     update_s=st.none() | RATES,
-    portion_ends_at_ms=st.none() | TIMES,
 )
 PICTURES_OF: dict[Role, st.SearchStrategy[Any]] = {
     Role.ROLLOUT: pictures_of_a_rollout(),

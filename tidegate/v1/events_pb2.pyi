@@ -1085,7 +1085,6 @@ class Training(_message.Message):
     CLOSES_AT_MS_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
     UPDATE_S_FIELD_NUMBER: _builtins.int
-    PORTION_ENDS_AT_MS_FIELD_NUMBER: _builtins.int
     num_minibatches_done: _builtins.int
     num_taken: _builtins.int
     """How many of `Inferring.ready`, from its first, are in a minibatch. The open minibatch counts."""
@@ -1094,8 +1093,6 @@ class Training(_message.Message):
     """The earliest likely end of the open minibatch. Known while its last portion is under way."""
     update_s: _builtins.float
     """The lead's estimate of the part of a minibatch that more GPUs do not shorten; absent while it is only assumed."""
-    portion_ends_at_ms: _builtins.int
-    """The earliest likely end of the portion under way; absent between two portions, and where it is not known."""
     @_builtins.property
     def measured(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerRate]: ...
     def __init__(
@@ -1107,22 +1104,17 @@ class Training(_message.Message):
         closes_at_ms: _builtins.int | None = ...,
         measured: _abc.Iterable[Global___TrainerRate] | None = ...,
         update_s: _builtins.float | None = ...,
-        portion_ends_at_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_portion_ends_at_ms", b"_portion_ends_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "portion_ends_at_ms", b"portion_ends_at_ms", "update_s", b"update_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "update_s", b"update_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_portion_ends_at_ms", b"_portion_ends_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "is_at_boundary", b"is_at_boundary", "measured", b"measured", "num_minibatches_done", b"num_minibatches_done", "num_taken", b"num_taken", "portion_ends_at_ms", b"portion_ends_at_ms", "update_s", b"update_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms", "_update_s", b"_update_s", "closes_at_ms", b"closes_at_ms", "is_at_boundary", b"is_at_boundary", "measured", b"measured", "num_minibatches_done", b"num_minibatches_done", "num_taken", b"num_taken", "update_s", b"update_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closes_at_ms: _TypeAlias = _typing.Literal["closes_at_ms"]  # noqa: Y015
     _WhichOneofArgType__closes_at_ms: _TypeAlias = _typing.Literal["_closes_at_ms", b"_closes_at_ms"]  # noqa: Y015
-    _WhichOneofReturnType__portion_ends_at_ms: _TypeAlias = _typing.Literal["portion_ends_at_ms"]  # noqa: Y015
-    _WhichOneofArgType__portion_ends_at_ms: _TypeAlias = _typing.Literal["_portion_ends_at_ms", b"_portion_ends_at_ms"]  # noqa: Y015
     _WhichOneofReturnType__update_s: _TypeAlias = _typing.Literal["update_s"]  # noqa: Y015
     _WhichOneofArgType__update_s: _TypeAlias = _typing.Literal["_update_s", b"_update_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__closes_at_ms) -> _WhichOneofReturnType__closes_at_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__portion_ends_at_ms) -> _WhichOneofReturnType__portion_ends_at_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__update_s) -> _WhichOneofReturnType__update_s | None: ...
 

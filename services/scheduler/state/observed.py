@@ -160,7 +160,6 @@ class Training:
     - `closes_at_ms`: the earliest likely end of the open minibatch, known while its last portion is under way.
     - `measured`: the rates by layout. The layout of the latest minibatch is the last.
     - `update_s`: the part of a minibatch's duration that does not depend on the number of GPUs. None: not measured yet.
-    - `portion_ends_at_ms`: the earliest likely end of the portion under way. None between two portions, or not known.
     """
 
     num_minibatches_done: int = 0
@@ -169,7 +168,6 @@ class Training:
     closes_at_ms: int | None = None
     measured: tuple[TrainerRate, ...] = ()
     update_s: float | None = None
-    portion_ends_at_ms: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_minibatches_done < 0 or self.num_taken < 0:

@@ -171,7 +171,6 @@ def test_a_first_portion_gives_a_rate_before_its_update() -> None:
     assert by_layout(rates) == {SMALL: pytest.approx(200.0)}
     assert rates.update_s() is None
     assert rates.expected_s(SMALL, [100, 100]) == pytest.approx(3.0 + 1.0)
-    assert rates.expected_s(SMALL, [100, 100], is_last=False) == pytest.approx(1.0)
     assert rates.tokens_in(SMALL, 1.0) == pytest.approx(200.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.actor.minibatches import MinibatchAssembly
 from services.actor.rates import TrainingRates
-from services.actor.training_picture import EARLY, TOLD_S, TrainingPicture
+from services.actor.training_picture import EARLY, TrainingPicture
 from tests.component_bench import ManualClock
 from tidegate.candidates import Candidates
 from tidegate.runtime.crew import WorkerGone
@@ -55,32 +55,16 @@ async def test_the_time_in_which_a_minibatch_waits_for_groups_counts_for_no_rate
     assert measured.rate_tokens_per_s == pytest.approx((10 + 30) / (1.0 + 3.0))
 
 
-async def test_the_end_of_a_portion_is_foretold_while_it_is_under_way() -> None:
-    clock, changes = ManualClock(), []
-    picture = opened(clock)
-    picture.note_change = lambda: changes.append(clock.now_s)
-    with portion(picture, 10, is_last=False):
-        assert not (await picture.paint()).HasField("portion_ends_at_ms")
-        clock.now_s += 5.0
-    before_ms = time.time_ns() // 1_000_000
-    with portion(picture, 20, is_last=False):
-        painted = await picture.paint()
-        clock.now_s += 10.0
-    assert painted.portion_ends_at_ms - before_ms == pytest.approx(EARLY * 10_000, abs=1000)
-    assert not painted.HasField("closes_at_ms")
-    assert not (await picture.paint()).HasField("portion_ends_at_ms")
-    with portion(picture, 1, is_last=False):
-        clock.now_s += TOLD_S / 2
-    assert changes == [0.0, 5.0, 5.0, 15.0, 15.0], "a begin and an end each, of those that take long"
-
-
 async def test_the_end_of_an_update_is_foretold_only_in_its_last_portion() -> None:
     clock = ManualClock()
     picture = opened(clock)
     with portion(picture, 10, is_last=True):
         assert not (await picture.paint()).HasField("closes_at_ms")
-        clock.now_s += 0.01
-    with portion(picture, 10, is_last=False):
+        clock.now_s += 5.0
+    with portion(picture, 20, is_last=False):
         assert not (await picture.paint()).HasField("closes_at_ms")
-    with portion(picture, 10, is_last=True):
-        assert (await picture.paint()).HasField("closes_at_ms")
+        clock.now_s += 10.0
+    before_ms = time.time_ns() // 1_000_000
+    with portion(picture, 20, is_last=True):
+        painted = await picture.paint()
+    assert painted.closes_at_ms - before_ms == pytest.approx(EARLY * 10_000, abs=1000)

@@ -77,7 +77,6 @@ class Cluster:
     num_trainer_gpus: those that the trainer has; in a fixed order none where it lends them. With `arrival` a lending
       trainer counts as present, and begins with its first group: by forecasts alone it would start too late.
     until_s: seconds until the end of the open minibatch; None while it is not known.
-    busy_s: seconds until a trainer that can move has ended the portion under way.
     carries: the trainer goes on with an open minibatch while its new GPUs are released, and after it has moved.
     num_working: engines with sequences, once no sequence waits for an engine. None: all.
     """
@@ -95,7 +94,6 @@ class Cluster:
     num_inference_gpus: int
     is_open: bool
     until_s: float | None
-    busy_s: float = 0.0
     carries: bool = False
     num_working: int | None = None
     copy_size: int = 1
@@ -131,7 +129,6 @@ def cluster_of(situation: Situation, assignment: Assignment, there: tuple[GpuId,
         num_inference_gpus=len(assignment.inference),
         is_open=not can_move(situation),
         until_s=until_s,
-        busy_s=_until_s(situation, training.portion_ends_at_ms) or 0.0,
         carries=situation.spec.carries_gradients,
         num_working=None if situation.generation.queue else sum(map(_works, engines)),
         copy_size=copy_size(situation),

@@ -165,14 +165,13 @@ class Forecast:
         )
         trainer = np.full(count, float(cluster.num_trainer_gpus))
         if not cluster.is_open:
-            # A portion under way goes on, also where the rollout ends meanwhile.
-            start_s, is_cut = np.maximum(plans.start_s, cluster.busy_s), not cluster.busy_s
-            is_ahead = plans.infers_s < start_s
+            is_ahead = plans.infers_s < plans.start_s
             if self.infers_ahead and is_ahead.any():
-                at = self._through(at, self._as_it_is(count, None, np.minimum(plans.infers_s, start_s), is_cut=True))
-                ahead, rows = self._through(at, self._ahead(plans, start_s - at.t)), np.flatnonzero(is_ahead)
+                first_s = np.minimum(plans.infers_s, plans.start_s)
+                at = self._through(at, self._as_it_is(count, None, first_s, is_cut=True))
+                ahead, rows = self._through(at, self._ahead(plans, plans.start_s - at.t)), np.flatnonzero(is_ahead)
                 return merged(at, rows, rows_of(ahead, rows)), trainer, 0
-            return self._through(at, self._as_it_is(count, None, start_s, is_cut=is_cut)), trainer, 0
+            return self._through(at, self._as_it_is(count, None, plans.start_s, is_cut=True)), trainer, 0
         if cluster.until_s is not None:
             return self._through(at, self._as_it_is(count, None, np.full(count, cluster.until_s))), trainer, 1
         segment = self._as_it_is(count, 0, np.zeros(count))

@@ -52,7 +52,6 @@ def training_of(message: events_pb2.Training) -> Training:
                 TrainerRate(decode_layout(each.layout), each.rate_tokens_per_s) for each in message.measured
             ),
             update_s=message.update_s if message.HasField("update_s") else None,
-            portion_ends_at_ms=message.portion_ends_at_ms if message.HasField("portion_ends_at_ms") else None,
         )
 
 

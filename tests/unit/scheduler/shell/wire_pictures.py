@@ -65,7 +65,6 @@ PICTURES: dict[str, tuple[EventBody, ev.Body]] = {
         Training(0, 0, is_at_boundary=True, closes_at_ms=None),
     ),
     "an actor that closes at the epoch": (events_pb2.Training(closes_at_ms=0), Training(0, 0, False, 0)),
-    "an actor in a portion": (events_pb2.Training(portion_ends_at_ms=0), Training(0, 0, False, portion_ends_at_ms=0)),
     "an actor that has measured": (
         events_pb2.Training(
             num_minibatches_done=2,

@@ -103,14 +103,6 @@ def test_a_plan_that_hands_nothing_back_is_not_changed_by_one_that_does() -> Non
     assert own.ends_s(plans).tolist() == alone
 
 
-def test_a_rollout_that_is_over_delays_no_plan() -> None:
-    """A portion that ends at once gives the plan of a trainer that waits for none."""
-    own = forecast(num_unfinished=0)
-    plans = [replace(own, cluster=replace(own.cluster, carries=True, busy_s=busy_s)) for busy_s in (0.0, 1e-3)]
-    none, some = (float(each.ends_s(plan(trainer=12, inference=4))[0]) for each in plans)
-    assert some == pytest.approx(none, abs=0.1)
-
-
 def test_a_trainer_that_cannot_move_in_a_minibatch_keeps_to_its_plan_after_the_rollouts_end() -> None:
     """Only one that carries gradients gets the engines' GPUs in any case."""
     own = forecast(spec=TWO_MINIBATCHES)
