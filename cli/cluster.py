@@ -16,9 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from cli.rows import Form, Row, answer_text
@@ -28,6 +29,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.machines import Machines, machine_of
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
@@ -39,6 +41,7 @@ from tidegate.launcher.lock import held_by
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
+from tidegate.runtime.interfaces import interface_of
 from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -64,6 +67,17 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, default=Path(os.devnull), metavar="FILE", help=help_)
 
 
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `tidegate up` for nodes on other machines."""
+    help_ = "another machine, and where its `tidegate agent` listens, as in b=10.0.0.8:7400; once for each"
+    parser.add_argument("--machine", action="append", default=[], metavar="NAME=HOST:PORT", help=help_)
+    parser.add_argument("--address", metavar="HOST", help="this machine's address, where the others reach it")
+    help_ = "the operator's credential that the agents ask for"
+    parser.add_argument("--machine-credentials", type=Path, metavar="FOLDER", help=help_)
+    help_ = "the folder of gates, the same path on a local disk of each machine"
+    parser.add_argument("--gate-root", type=Path, metavar="FOLDER", help=help_)
+
+
 class NoCluster(NotRunning):
     """No cluster is up in the folder."""
 
@@ -72,31 +86,82 @@ class NotUp(RuntimeError):
     """The cluster did not start, or did not end."""
 
 
-def nodes_of(words: list[str]) -> dict[NodeId, int]:
-    """["n0=8", "n1=4"] as slots by node. BadUsage."""
+def nodes_of(words: list[str]) -> tuple[dict[NodeId, int], dict[NodeId, str]]:
+    """["n0=8", "n1=4@b"] as slots by node, and the other machines by node. BadUsage."""
     found: dict[NodeId, int] = {}
+    machines: dict[NodeId, str] = {}
     for word in words:
-        node, equals, count = word.partition("=")
-        if not (equals and node and count.isascii() and count.isdecimal() and 1 <= int(count) <= MOST_SLOTS):
-            raise BadUsage(f"{word!r} is no node with its slots, as in n0=8 (1 to {MOST_SLOTS})")
+        node, equals, rest = word.partition("=")
+        count, at, machine = rest.partition("@")
+        is_count = count.isascii() and count.isdecimal() and 1 <= int(count) <= MOST_SLOTS
+        if not (equals and node and is_count and bool(at) == bool(machine)):
+            raise BadUsage(
+                f"{word!r} is no node with its slots, as in n0=8 (1 to {MOST_SLOTS}), or n1=8@b on machine b"
+            )
         if NodeId(node) in found:
             raise BadUsage(f"node {node} is named twice")
         found[NodeId(node)] = int(count)
-    return found
+        if machine:
+            machines[NodeId(node)] = machine
+    return found, machines
+
+
+def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str]) -> Machines:
+    """BadUsage where the options and the nodes do not fit each other."""
+    agents: dict[str, str] = {}
+    for word in args.machine:
+        name, equals, agent = word.partition("=")
+        if not (equals and name and agent):
+            raise BadUsage(f"--machine {word}: give a name and the address of its agent, as in b=10.0.0.8:7400")
+        if name in agents:
+            raise BadUsage(f"--machine {name} is given twice")
+        agents[name] = agent
+    if unknown := sorted({*machine_by_node.values()} - {*agents}):
+        raise BadUsage(
+            f"no --machine tells where {', '.join(unknown)} is: give it, as in --machine {unknown[0]}=10.0.0.8:7400"
+        )
+    if idle := sorted({*agents} - {*machine_by_node.values()}):
+        raise BadUsage(f"--machine {', '.join(idle)} has no node: give it some, as in n1=8@{idle[0]}")
+    needed = {
+        "--address": args.address,
+        "--machine-credentials": args.machine_credentials,
+        "--gate-root": args.gate_root,
+    }
+    if not agents:
+        if given := [option for option, value in needed.items() if value]:
+            raise BadUsage(f"{', '.join(given)}: only a cluster with nodes on other machines (--machine) needs it")
+        return Machines()
+    if missing := [option for option, value in needed.items() if not value]:
+        raise BadUsage(f"--machine needs {', '.join(missing)} too")
+    if args.device != "cpu":
+        raise BadUsage(f"--machine with --device {args.device}: so far on cpu alone")
+    nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
+    try:
+        far = tuple(machine_of(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
+        if IPv4Address(args.address).is_loopback:
+            raise ValueError(f"--address {args.address}: no other machine reaches an address of loopback")
+        interface_of(args.address)
+        Credentials(args.machine_credentials)
+    except (ValueError, CertsError) as error:
+        raise BadUsage(str(error)) from error
+    credentials, gate_root = (str(path.resolve()) for path in (args.machine_credentials, args.gate_root))
+    return Machines(args.address, credentials, gate_root, far)
 
 
 def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     """Starts the cluster's agent, and returns once the cluster takes jobs. In the foreground this process becomes the
     agent. NotUp."""
-    folder, slots = ClusterFolder.of(output_dir), Slots(nodes_of(args.node), args.device, args.slots_per_gpu)
+    nodes, machine_by_node = nodes_of(args.node)
+    folder, slots = ClusterFolder.of(output_dir), Slots(nodes, args.device, args.slots_per_gpu)
+    machines = machines_of(args, machine_by_node)
     if (pid := agent_pid(folder)) is not None:
         raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
     of_a_job = ClusterSection.model_construct(nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu)
     if fault := cuda_fault(of_a_job):
         raise NotUp(fault)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = ("--output-dir", str(output_dir), "--slots", json.dumps(asdict(slots)))
-    command = [sys.executable, "-m", "services.node", *words]
+    words = ("--slots", json.dumps(asdict(slots)), "--machines", json.dumps(machines.to_json()))
+    command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
     if args.foreground:
         os.execve(command[0], command, env)
@@ -262,10 +327,11 @@ def node_rows(
     for gpu in there.gpus:
         # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
         by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
+    away = {each.node for each in there.away}
     rows: list[Row] = [
         {
             "node": node,
-            "state": "drained" if node in there.drained_nodes else "ready",
+            "state": "drained" if node in there.drained_nodes else "away" if node in away else "ready",
             "slots": len(owners),
             "free": owners.count(""),
             "jobs": sorted({*filter(None, owners)}),

@@ -236,11 +236,13 @@ def _parser() -> Parser:
 def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """A cluster that stays on this machine, and its queue."""
     up = command("up", "Start a cluster on this machine. It takes jobs from then on, also after this shell has ended.")
-    up.add_argument("node", nargs="+", metavar="NODE=SLOTS", help="its nodes with their GPU slots, such as n0=8")
+    help_ = "its nodes with their GPU slots, such as n0=8, or n1=8@b on machine b"
+    up.add_argument("node", nargs="+", metavar="NODE=SLOTS[@MACHINE]", help=help_)
     up.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what a slot is (default: cpu, a process)")
     up.add_argument(
         "--slots-per-gpu", type=_positive, default=1, metavar="N", help="how many slots share a GPU (default: 1)"
     )
+    cluster.add_machine_arguments(up)
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     back_up = command(

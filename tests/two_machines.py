@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.e2e.jobs import REPOSITORY, small_job
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
+from tidegate.json_text import parse_json
 from tidegate.runtime.server_kinds import NATS, VALKEY, packaged_binary
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
@@ -80,6 +83,33 @@ class Lab:
         agent = self.agents.pop()
         agent.kill()
         agent.wait()
+
+    @property
+    def jobs(self) -> Path:
+        return self.folder / "jobs"
+
+    def tidegate(self, *words: str) -> Any:
+        """What a command of the first machine answers, as JSON."""
+        command = [sys.executable, "-m", "cli", *words, "--output-dir", str(self.jobs), "-o", "json"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{words} ended with {done.returncode}: {done.stderr}"
+        return parse_json(done.stdout)
+
+    @contextmanager
+    def cluster(self, *nodes: str) -> Iterator[None]:
+        """A cluster with nodes here, and some on the second machine: n1=4@b."""
+        far = ("--machine", f"b={THERE}:{AGENT_PORT}", "--address", HERE)
+        folders = ("--machine-credentials", str(self.folder / "operator"), "--gate-root", str(self.folder / "gates"))
+        self.tidegate("up", *nodes, *far, *folders)
+        try:
+            yield
+        finally:
+            self.tidegate("down")
+
+    def submit(self, raw: dict[str, Any]) -> None:
+        config = self.folder / f"{raw['job']}.yaml"
+        config.write_text(yaml.safe_dump(raw))
+        self.tidegate("submit", str(config))
 
     def job(self, name: str, **changes: Any) -> dict[str, Any]:
         """Its node n1 is on the second machine."""

@@ -4,7 +4,10 @@ It keeps a whole cluster on this machine: NATS and Redis, the gates, a fork serv
 launchers of the jobs that the scheduler asks for. All of them are its children and die with it. The queue is in the
 stores, so the next agent in the same folder goes on with it: jobs that ran go on from their checkpoints.
 
-Order of a start: lock, credentials, servers, gRPC, fork server, description, scheduler.
+Other machines may lend nodes to the cluster: their agents (`services.node.machine`) tell the gates, and run the
+processes of a job there. For these NATS and Redis have a front on this machine's address.
+
+Order of a start: lock, credentials, servers, fronts, gRPC, fork server, description, scheduler.
 Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers.
 
 A server that dies is started again, on its port and its data.
@@ -31,6 +34,7 @@ from pathlib import Path
 import grpc
 import structlog
 
+from services.node.far_machines import FarMachines
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import Service, serve
@@ -38,6 +42,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
@@ -46,6 +51,7 @@ from tidegate.launcher.lock import held
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
+from tidegate.runtime.front import Front
 from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
@@ -55,6 +61,7 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
+_FAR_SCHEMES = {"nats_url": "tls", "redis_url": "rediss"}
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
 
@@ -66,11 +73,15 @@ class AgentRuns(RuntimeError):
 class Agent:
     """The parts of a cluster on one machine, between `run`'s start and its end."""
 
-    def __init__(self, folder: ClusterFolder, slots: Slots, *, memory: Path) -> None:
+    def __init__(self, folder: ClusterFolder, slots: Slots, machines: Machines, *, memory: Path) -> None:
         self._folder = folder
         self._slots = slots
+        self._machines = machines
         self._memory = memory
-        self._credentials = ClusterCredentials.issue(memory / "credentials")
+        self._gate_root = Path(machines.gate_root or folder.gates)
+        self._credentials = ClusterCredentials.issue(memory / "credentials", address=machines.address)
+        self._far_urls: dict[str, str] = {}
+        """Of NATS and Redis, as other machines reach them."""
         self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
         """The credentials of the jobs that the servers let in."""
         self._servers = EmbeddedServers(folder.servers, guard=self._guard())
@@ -85,10 +96,15 @@ class Agent:
         stopping = await stop_signal()
         folder, tls = self._folder, Credentials(self._credentials.of(Party.NODE))
         version = Version(time.time_ns())
-        gates = {node: Gate(folder.gates / node) for node in self._slots.nodes}
+        far_nodes = {node for each in self._machines.far for node in each.nodes}
+        gates = {node: Gate(self._gate_root / node) for node in self._slots.nodes if node not in far_nodes}
+        machines = FarMachines(self._machines, self._slots, changed=version.changed)
         async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(machines.aclose)
             await closing.enter_async_context(self._servers)
-            servicer = NodeServicer(self._slots, gates, version)
+            if far_nodes:
+                await self._open_fronts(closing)
+            servicer = NodeServicer(self._slots, gates, machines, version)
             descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
             served = Service(
                 descriptor,
@@ -110,7 +126,8 @@ class Agent:
             self._supervisor.start(self._spec(SCHEDULER, ("services.scheduler.cluster", "--folder", str(folder.root))))
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
             self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
-            watching = [asyncio.create_task(each) for each in (self._watch_servers(), self._watch_ends(jobs))]
+            works = (self._watch_servers(), self._watch_ends(jobs), machines.watch())
+            watching = [asyncio.create_task(each) for each in works]
             stop = asyncio.create_task(stopping.wait())
             try:
                 done, _ = await asyncio.wait({stop, *watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,6 +138,14 @@ class Agent:
                 for task in (stop, *watching):
                     task.cancel()
                 await asyncio.gather(stop, *watching, return_exceptions=True)
+
+    async def _open_fronts(self, closing: contextlib.AsyncExitStack) -> None:
+        """Where other machines reach the servers. NATS asks for certificates itself, valkey cannot."""
+        credentials = {self._servers.nats: None, self._servers.store: self._credentials.of(Party.NODE)}
+        for (server, credential), (key, scheme) in zip(credentials.items(), _FAR_SCHEMES.items(), strict=True):
+            front = await Front.open(self._machines.address, to_port=server.port, credential=credential)
+            closing.push_async_callback(front.aclose)
+            self._far_urls[key] = f"{scheme}://{self._machines.address}:{front.port}"
 
     @property
     def _fork_server(self) -> Path:
@@ -161,9 +186,17 @@ class Agent:
             "nats_credentials": own,
             "redis_credentials": own,
         }
-        runtime = {"gate_root": str(self._folder.gates), "fork_server": str(self._fork_server)}
+        section = self._machines.section_of(config.cluster)
+        if section.machines:
+            servers |= self._far_urls
+        runtime = {
+            "gate_root": str(self._gate_root),
+            "fork_server": str(self._fork_server),
+            "adopts_store": False,
+        }
         return config.model_copy(
             update={
+                "cluster": section,
                 "servers": config.servers.model_copy(update=servers),
                 "runtime": config.runtime.model_copy(update=runtime),
             }
@@ -205,10 +238,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.node", description="The agent of a machine.")
     parser.add_argument("--output-dir", type=Path, required=True, help="the folder of the jobs' folders")
     parser.add_argument("--slots", required=True, help="tidegate.cluster.slots as JSON")
+    parser.add_argument("--machines", required=True, help="tidegate.cluster.machines as JSON")
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
-    slots = Slots.of(json.loads(args.slots))
+    slots, machines = Slots.of(json.loads(args.slots)), Machines.of(json.loads(args.machines))
     memory = folder.host_memory(args.host_memory_root)
     try:
         with locked(folder):
@@ -216,7 +250,7 @@ def main() -> int:
             shutil.rmtree(memory, ignore_errors=True)
             memory.mkdir(mode=0o700)
             try:
-                asyncio.run(Agent(folder, slots, memory=memory).run())
+                asyncio.run(Agent(folder, slots, machines, memory=memory).run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
     except (AgentRuns, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:

@@ -16,6 +16,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.launcher.claim import Start, write_private
 from tidegate.launcher.outcome import End
+from tidegate.launcher.preflight import MachineAway
 from tidegate.launcher.run import NotRecorded, RunRequest, run_job
 from tidegate.launcher.services import FORKED
 from tidegate.logs import configure_logging
@@ -65,6 +66,8 @@ def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force")
     try:
         outcome = asyncio.run(run_job(request, _Unseen(), spawner))
+    except MachineAway as error:
+        return End.INTERRUPTED, str(error)
     except (ConfigError, NotRecorded) as error:
         return End.FAILED, str(error)
     return outcome.end, outcome.reason

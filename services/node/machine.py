@@ -42,8 +42,10 @@ from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Party
-from tidegate.certs.job_credentials import credential_folder
+from tidegate.certs.job_credentials import job_folders
+from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.gate import Gate
 from tidegate.job import JobFolder
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
@@ -52,7 +54,7 @@ from tidegate.runtime.interfaces import NotThisMachine, addresses_here, interfac
 from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
-from tidegate.types import NodeId, Role
+from tidegate.types import NodeId, Role, job_id
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _STOP_S = 10.0
@@ -75,6 +77,11 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def GetClock(self, request: machine_pb2.GetClockRequest, context: Any) -> machine_pb2.GetClockResponse:
         return machine_pb2.GetClockResponse(monotonic_ns=time.monotonic_ns())
+
+    async def GetGates(self, request: machine_pb2.GetGatesRequest, context: Any) -> machine_pb2.GetGatesResponse:
+        folders = [Path(request.root) / job_id(node) for node in request.nodes]
+        found = await asyncio.to_thread(lambda: [state for folder in folders for state in Gate(folder).report()])
+        return machine_pb2.GetGatesResponse(gates=map(encode_gate_state, found))
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
         start = await _first(requests)
@@ -180,7 +187,7 @@ class _JobMemories:
                 f"{self._root}: give it the same --host-memory-root as runtime.host_memory_root, and the same user"
             )
         for path in files:
-            if folder / PurePosixPath(path).parent != credential_folder(folder, Party.JOB):
+            if folder / PurePosixPath(path).parent not in job_folders(folder):
                 raise ValueError(f"{path!r} is no file of a job's credential")
 
     def have_room(self, folder: Path, files: Mapping[str, bytes]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from services.node.far_machines import FarMachines
 from services.node.jobs import NodeJobs
 from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Treatment
@@ -40,16 +41,19 @@ class Version:
 
 
 class NodeServicer(cluster_pb2_grpc.NodeServicer):
-    def __init__(self, slots: Slots, gates: Mapping[NodeId, Gate], version: Version) -> None:
+    def __init__(self, slots: Slots, gates: Mapping[NodeId, Gate], machines: FarMachines, version: Version) -> None:
+        """`gates`: of the nodes on this machine."""
         self._slots = slots
         self._gates = gates
+        self._machines = machines
         self._version = version
         self.jobs: NodeJobs | None = None
         """Set before the first call."""
 
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
         version = await self._version.other_than(request.known_version, wait_s=request.wait_s)
-        starts = self._jobs().starts
+        starts, far = self._jobs().starts, await self._machines.gates()
+        own = [state for gate in self._gates.values() for state in gate.report()]
         return cluster_pb2.GetNodeResponse(
             version=version,
             num_slots={str(node): count for node, count in self._slots.nodes.items()},
@@ -59,7 +63,8 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
                 cluster_pb2.JobStart(job=job, start=each.number, end=each.end or "", message=each.message)
                 for job, each in starts.items()
             ],
-            gates=[encode_gate_state(state) for gate in self._gates.values() for state in gate.report()],
+            gates=map(encode_gate_state, (*own, *far)),
+            away=self._machines.away(),
         )
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:

@@ -17,7 +17,7 @@ from services.scheduler.shell.bus_state import told_by_bus
 from services.scheduler.shell.codecs.state_codec import job_spec
 from services.scheduler.shell.control import ControlServicer, write_endpoint
 from services.scheduler.shell.issuer import Issuer
-from services.scheduler.shell.opening import open_store
+from services.scheduler.shell.opening import Adopt, open_store
 from services.scheduler.shell.peers import Peers
 from services.scheduler.shell.service import SchedulerPorts, SchedulerService
 from tidegate.adapters.grpc_client import Channels
@@ -30,7 +30,7 @@ from tidegate.events import EventSource
 from tidegate.job import JobFolder, load_job
 from tidegate.logs import configure_logging
 from tidegate.moves_log import MovesLog
-from tidegate.ownership.adoption import GateReports
+from tidegate.ownership.adoption import GateReports, adopt, adopted_by_another
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.service import STOP_GRACE_S, connect_bus, connect_store, run_service, stop_signal
@@ -59,13 +59,16 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         async def gate_reports() -> GateReports:
             return await peers.gate_reports(await told_by_bus(bus.events, bus.copies, job))
 
-        boot = await open_store(store, bus.term, gate_reports, job=job, name=InstanceId(SOURCE))
+        adopting: Adopt = functools.partial(adopted_by_another, store)
+        if config.runtime.adopts_store:
+            adopting = functools.partial(adopt, store, bus.term)
+        boot = await open_store(store, adopting, gate_reports, job=job, name=InstanceId(SOURCE))
         announcer = Announcer(bus.events, EventSource(SOURCE, role=None, boot=boot, now_ns=time.time_ns), job)
         issuer = Issuer(store, announcer, send=peers.send, ask_gate=peers.ask_gate)
         consumer = await bus.events.consumer(job, SOURCE, on_dead_letter=announcer.publish_dead_letter)
         record = MovesLog(folder.moves).append
         ports = SchedulerPorts(
-            store, bus.events, consumer, bus.copies, bus.term, announcer, issuer, peers.gate_reports, record
+            store, bus.events, consumer, bus.copies, adopting, announcer, issuer, peers.gate_reports, record
         )
         # Only a resize needs the job's model and tokenizer, so they are read at the first one.
         loaded = functools.cache(functools.partial(load_job, config))

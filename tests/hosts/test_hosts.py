@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import RunningJob, generating, running, small_job, updated
-from tests.e2e.lineage import expected_draws, trained_draws
-from tests.two_machines import Lab, are_possible, link_down, linked, services_there, two_machines
+from tests.e2e.jobs import RunningJob, generating, running, updated
+from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once
+from tests.two_machines import Lab, link_down, services_there
 from tidegate.json_text import parse_json
 from tidegate.machines import LOST_S
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
-ITERATIONS = 12
-DRAWS = expected_draws(iterations=ITERATIONS, prompts=8, group_size=4)
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[None]:
-    if not are_possible():
-        pytest.fail("make test-hosts needs root and iproute2's ip: it makes a network namespace")
-    with linked():
-        yield
-
-
-@pytest.fixture
-def lab(link: None, tmp_path: Path) -> Iterator[Lab]:
-    with two_machines(tmp_path) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def want_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of the same job on one machine."""
-
-    async def on_one_machine() -> str:
-        job = small_job("one", algorithm__iterations=ITERATIONS)
-        async with running(job, tmp_path_factory.mktemp("one")) as one:
-            return str((await one.result())["summary"]["weights_checksum"])
-
-    return asyncio.run(on_one_machine())
-
 
 async def assert_nothing_was_lost(job: RunningJob, want_checksum: str) -> None:
-    summary = (await job.result())["summary"]
-    assert trained_draws(job.folder.journal) == DRAWS
-    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
-    assert summary["weights_checksum"] == want_checksum
+    assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
 
 
 async def test_a_job_over_two_machines_has_the_weights_of_one(lab: Lab, want_checksum: str) -> None:

@@ -54,6 +54,12 @@ def test_a_node_on_another_machine_has_stand_ins_here(tmp_path: Path) -> None:
     actor = stand_ins["actor@n1"]
     assert actor.command[2:5] == ("tidegate.runtime.hosted", "--node", "n1")
     assert actor.log_path == services.log_of("actor@n1") != services.log_of("actor@n0")
+    kept = config.model_copy(
+        update={"runtime": config.runtime.model_copy(update={"fork_server": str(tmp_path / "kept.sock")})}
+    )
+    specs = {spec.name: spec for spec in JobServices(kept, JobFolder.of(kept), sockets=tmp_path, boot=1).specs()}
+    assert [name for name in specs if name.startswith("forkserver")] == ["forkserver@n1"], "n0 has this machine's"
+    assert str(tmp_path / "kept.sock") in specs["actor@n0"].command
 
 
 def test_threads_of_cudas_libraries_are_no_hindrance_to_a_fork_and_a_context_is() -> None:

@@ -7,6 +7,7 @@ they are issued, so nobody can issue another one.
     credentials/job          of all processes of the components
     credentials/operator     of this user's commands
     credentials/node         of the embedded servers
+    credentials/stores       for NATS and Redis of a cluster, where nodes of the job are on other machines
 
 Invariants:
 - Who has none of them gets no answer from the job. [test_job: without_its_credential]
@@ -45,6 +46,16 @@ def issue_job_credentials(host_memory: Path, job: JobId) -> None:
 def credentials_folder(host_memory: Path) -> Path:
     """It has a folder for each party."""
     return host_memory / "credentials"
+
+
+def stores_folder(host_memory: Path) -> Path:
+    """Has a folder for each of the two parties that come to a cluster's NATS and Redis."""
+    return credentials_folder(host_memory) / "stores"
+
+
+def job_folders(host_memory: Path) -> tuple[Path, Path]:
+    """What the processes of the job's components show: to each other, and to a cluster's stores."""
+    return credential_folder(host_memory, Party.JOB), stores_folder(host_memory) / Party.JOB
 
 
 def credential_folder(host_memory: Path, party: Party) -> Path:

@@ -30,12 +30,13 @@ class ClusterCredentials:
     root: Path
 
     @classmethod
-    def issue(cls, root: Path) -> ClusterCredentials:
-        """Makes an authority and the cluster's credentials in an empty folder. OSError."""
+    def issue(cls, root: Path, *, address: str = LOOPBACK) -> ClusterCredentials:
+        """Makes an authority and the cluster's credentials in an empty folder. `address`: where other machines reach
+        the servers. OSError."""
         found = cls(root)
         authority = Authority.create(found.root / "authority", CLUSTER)
         for identity in (SCHEDULER, OPERATOR, AGENT):
-            addresses = [LOOPBACK] if identity is AGENT else []
+            addresses = [*dict.fromkeys([LOOPBACK, address])] if identity is AGENT else []
             authority.issue(identity, found.of(identity.party), addresses=addresses, days=MOST_DAYS)
         return found
 

@@ -47,10 +47,12 @@ def placed_gpus(needs: Sequence[int], nodes: Mapping[NodeId, int], free: Collect
 
 
 def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> JobConfig:
-    """The config with the cluster's nodes, and with `gpus` for its own. ConfigError where it does not fit there."""
+    """The config with those nodes of the cluster that it has GPUs of, and with `gpus` for its own. ConfigError where it
+    does not fit there."""
     if (fault := _other_cluster(config, slots)) is not None:
         raise ConfigError(fault)
-    at = {gpu: index for index, gpu in enumerate(cluster_gpus(slots.nodes))}
+    nodes = {node: count for node, count in slots.nodes.items() if node in set(map(node_of, gpus))}
+    at = {gpu: index for index, gpu in enumerate(cluster_gpus(nodes))}
     own = config.cluster.gpus()
     there = dict(zip(config.gpus, gpus, strict=True))
 
@@ -58,7 +60,7 @@ def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> J
         return ",".join(str(at[there[own[index]]]) for index in gpu_indices(text)) if text else ""
 
     fields = config.model_dump(mode="json")
-    fields["cluster"]["nodes"] = dict(slots.nodes)
+    fields["cluster"]["nodes"] = nodes
     placement = fields["cluster"]["component_placement"]
     for role in Role:
         placement[role] = moved(placement[role])

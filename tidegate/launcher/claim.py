@@ -36,10 +36,11 @@ from typing import Any
 import yaml
 
 from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt, read_record
-from tidegate.certs.job_credentials import issue_job_credentials
+from tidegate.certs.job_credentials import issue_job_credentials, stores_folder
 from tidegate.checkpoint_names import set_aside
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.schedule import rules_of, schedule_of
+from tidegate.config.sections.job import ServersSection
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lineage import changes_of_samples
@@ -339,10 +340,26 @@ def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
             "output_dir": str(folder.root.parent),
             "model": config.model.model_copy(update={"tokenizer": str(folder.tokenizer)}),
             "runtime": config.runtime.model_copy(update={"host_memory_root": str(host_memory_folder(config))}),
+            "servers": _that_travel(config),
         }
     )
     write_private(folder.config, config.to_json())
     return config
+
+
+def _that_travel(config: JobConfig) -> ServersSection:
+    """The servers' credentials, where other machines need them. Those of a cluster are in this machine's host memory:
+    they go into the job's own folder there, from which those of its processes travel."""
+    servers, memory = config.servers, host_memory_folder(config)
+    if not config.cluster.machines or not _is_in(servers.nats_credentials, config.runtime.host_memory_root):
+        return servers
+    own = stores_folder(memory)
+    shutil.copytree(servers.nats_credentials, own)
+    return servers.model_copy(update={"nats_credentials": str(own), "redis_credentials": str(own)})
+
+
+def _is_in(folder: str, root: str) -> bool:
+    return bool(folder) and Path(folder).resolve().is_relative_to(Path(root).resolve())
 
 
 def _keep_tokenizer(folder: JobFolder, job: Job) -> None:

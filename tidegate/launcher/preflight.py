@@ -16,6 +16,7 @@ import os
 import re
 from ipaddress import IPv4Address
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tidegate.adapters.grpc_client import Channels
@@ -43,6 +44,12 @@ from tidegate.types import JobId, NodeId
 from tidegate.v1 import machine_pb2
 
 ANSWER_TIMEOUT_S = 3.0
+
+
+class MachineAway(CannotStart):
+    """The agent of another machine does not answer. It may do so later."""
+
+
 _LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
@@ -61,7 +68,7 @@ def check_addresses(cluster: ClusterSection) -> None:
 
 
 async def check_machines(cluster: ClusterSection) -> None:
-    """CannotStart where the agent of another machine does not answer, or the machine is not as this one."""
+    """CannotStart where the machine of an agent is not as this one. MachineAway where an agent does not answer."""
     if not cluster.machines:
         return
     try:
@@ -71,21 +78,33 @@ async def check_machines(cluster: ClusterSection) -> None:
     channels = Channels(default_timeout_s=ANSWER_TIMEOUT_S, tls=tls)
     try:
         found = await asyncio.gather(
-            *(_machine_fault(channels, machine, cluster, tls.identity.cluster) for machine in cluster.machines)
+            *(
+                _refusal(stub_of(channels, machine, tls.identity.cluster), machine, cluster)
+                for machine in cluster.machines
+            )
         )
     finally:
         await channels.close()
-    if faults := [fault for fault in found if fault]:
-        raise CannotStart("\n".join(faults))
+    if faults := [fault for fault in found if fault is not None]:
+        text = "\n".join(map(str, faults))
+        raise MachineAway(text) if all(isinstance(each, MachineAway) for each in faults) else CannotStart(text)
 
 
-async def _machine_fault(channels: Channels, machine: MachineSection, cluster: ClusterSection, authority: str) -> str:
-    key = f"cluster.machines: {machine.name}"
+async def _refusal(stub: Any, machine: MachineSection, cluster: ClusterSection) -> CannotStart | None:
     try:
-        stub = stub_of(channels, machine, authority)
-        there: machine_pb2.GetMachineResponse = await stub.GetMachine(machine_pb2.GetMachineRequest())
+        fault = await machine_fault(stub, machine, cluster)
     except (PeerUnavailable, PeerRefused) as error:
-        return f"{key}: {error}; start it there: tidegate agent --listen {machine.agent} --credentials FOLDER"
+        return MachineAway(
+            f"cluster.machines: {machine.name}: {error}; start it there: tidegate agent --listen {machine.agent} "
+            "--credentials FOLDER"
+        )
+    return CannotStart(fault) if fault else None
+
+
+async def machine_fault(stub: Any, machine: MachineSection, cluster: ClusterSection) -> str:
+    """How another machine differs from this one. Empty: a job can have nodes on both. PeerUnavailable, PeerRefused."""
+    key = f"cluster.machines: {machine.name}"
+    there: machine_pb2.GetMachineResponse = await stub.GetMachine(machine_pb2.GetMachineRequest())
     for package, own in versions().items():
         if own and there.versions[package] != own:
             return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"

@@ -1,7 +1,7 @@
 """The processes of a job, and the order in which they start and end.
 
 Start:
-1. one fork server for each node, before anything that has threads, unless the machine keeps one;
+1. one fork server for each node, before anything that has threads, unless this machine keeps one for its nodes;
 2. the tracker, if there is one;
 3. the scheduler;
 4. each component's instance on each node.
@@ -127,7 +127,8 @@ class JobServices:
         return [NodeId(node) for node in self._config.cluster.nodes]
 
     def _own_fork_servers(self) -> list[NodeId]:
-        return [] if self._config.runtime.fork_server else self._nodes()
+        has_one = bool(self._config.runtime.fork_server)
+        return [node for node in self._nodes() if not has_one or self._config.cluster.machine_of(node) is not None]
 
     def _instances(self) -> Iterator[tuple[Role, NodeId]]:
         """One for every role on every node. The scheduler decides which GPUs it gets."""

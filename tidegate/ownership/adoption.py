@@ -19,11 +19,15 @@ that one. What is no term counts as not known, and the new term replaces it. So 
 
 Where the store has lost its data too, a term under which no token passed a gate may be given twice.
 
+Where jobs share a store, an adopter has to ask the gates of all of them: what a missing gate has is taken for lost.
+There the cluster adopts, and a job's scheduler waits for that (`adopted_by_another`).
+
 Invariants:
 - One adopter takes a term. [test_adoption: adopters_that_race]
 - Bytes in the register that are no term stop no adoption. [test_adoption: a_register_without_a_term]
 - A term is larger than that of every token that the register, the store or a reachable gate knows.
   [test_adoption: the_next_term_is_above]
+- Who waits for another's adoption changes no record. [test_adoption: who_waits_for_another]
 - The register knows the term of an open store to which a scheduler attached. [test_adoption: that_the_bus_has_lost]
 - A GPU's token never falls. [test_ownership: tokens_only_grow]
 - A GPU is `owned` only if its record and its gate agree on the token, or a step of an open transition is under way on
@@ -50,6 +54,8 @@ from tidegate.types import GpuId, NodeId, Token, TransitionId, node_of
 GateReports: TypeAlias = Mapping[NodeId, Sequence[GateState]]
 """The report of each reachable node's gate. A node without an entry is unreachable."""
 
+AskGates: TypeAlias = Callable[[], Awaitable[GateReports]]
+
 MAX_RACES = 8
 """Lost races before an adopter gives up. The winner of a race opens the store, unless it dies before its write."""
 
@@ -57,7 +63,7 @@ MAX_RACES = 8
 async def adopt(
     store: StoreIdentity,
     terms: TermRegister,
-    ask_gates: Callable[[], Awaitable[GateReports]],
+    ask_gates: AskGates,
     *,
     least_term: int = 0,
 ) -> Identity:
@@ -89,6 +95,18 @@ async def adopt(
             continue
         return await store.attach()
     raise VersionConflict(f"the store was not adopted: {MAX_RACES} races lost to other adopters; try again")
+
+
+async def adopted_by_another(store: StoreIdentity, ask_gates: AskGates, *, least_term: int = 0) -> Identity:
+    """Attach to a store that somebody else adopts. One that is open under a term below `least_term` is shut, so that
+    it is adopted again. `ask_gates` is not called.
+
+    StoreNotAdopted: it is not open now. StoreUnavailable: call again."""
+    found = await store.identity()
+    if found.is_open and found.term < least_term:
+        with suppress(VersionConflict):  # Another one was quicker.
+            await store.shut(expected=found)
+    return await store.attach()
 
 
 def next_term(last_term: int, reports: GateReports, contents: StoreContents) -> int:

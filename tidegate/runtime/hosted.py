@@ -32,7 +32,7 @@ from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
-from tidegate.certs.job_credentials import credential_folder
+from tidegate.certs.job_credentials import job_folders
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.sections.job import MachineSection
 from tidegate.machines import BEAT_S, LOST_S
@@ -66,8 +66,8 @@ class Hosted:
     log: Path
 
     def start(self, memory: Path) -> machine_pb2.ProcessStart:
-        """With the credential of the job's processes. The others, and the scheduler's, stay here."""
-        files = sorted(credential_folder(memory, Party.JOB).iterdir())
+        """With the credentials of the job's processes. The others, and the scheduler's, stay here."""
+        files = sorted(path for folder in job_folders(memory) if folder.is_dir() for path in folder.iterdir())
         return machine_pb2.ProcessStart(
             node=self.node,
             role=self.role or "",

@@ -27,7 +27,7 @@ from tidegate.v1 import control_pb2 as tidegate_dot_v1_dot_control__pb2
 from tidegate.v1 import events_pb2 as tidegate_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/cluster.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x19tidegate/v1/control.proto\x1a\x18tidegate/v1/events.proto\"X\n\x10SubmitJobRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\ttreatment\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x0f\n\x07\x63ommand\x18\x04 \x01(\t\"@\n\x11SubmitJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x18\n\x16ListSubmissionsRequest\"G\n\x17ListSubmissionsResponse\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.Submission\"\xbd\x01\n\nSubmission\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x19\n\x11submitted_unix_ms\x18\x04 \x01(\x04\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x12\n\nnum_starts\x18\x06 \x01(\r\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12\x10\n\x08num_gpus\x18\n \x01(\r\"\x18\n\x16ListClusterGpusRequest\"V\n\x17ListClusterGpusResponse\x12$\n\x04gpus\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GpuStatus\x12\x15\n\rdrained_nodes\x18\x02 \x03(\t\".\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"*\n\x11\x44rainNodeResponse\x12\x15\n\rdrained_nodes\x18\x01 \x03(\t\"&\n\x17\x43\x61ncelSubmissionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"G\n\x18\x43\x61ncelSubmissionResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x13\n\x11\x42\x61\x63kUpJobsRequest\";\n\x12\x42\x61\x63kUpJobsResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"-\n\x0b\x42\x61\x63kedUpJob\x12\x0e\n\x06record\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\":\n\x11RestoreJobRequest\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"T\n\x12RestoreJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\x12\x11\n\twas_known\x18\x02 \x01(\x08\"7\n\x0eGetNodeRequest\x12\x15\n\rknown_version\x18\x01 \x01(\x04\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"\x85\x02\n\x0fGetNodeResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12=\n\tnum_slots\x18\x02 \x03(\x0b\x32*.tidegate.v1.GetNodeResponse.NumSlotsEntry\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12#\n\x04jobs\x18\x04 \x03(\x0b\x32\x15.tidegate.v1.JobStart\x12%\n\x05gates\x18\x05 \x03(\x0b\x32\x16.tidegate.v1.GateState\x12\x15\n\rslots_per_gpu\x18\x06 \x01(\r\x1a/\n\rNumSlotsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"D\n\x08JobStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"a\n\x0fStartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x11\n\ttreatment\x18\x04 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x05 \x01(\t\"\x12\n\x10StartJobResponse\".\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x08\"\x11\n\x0fStopJobResponse2\x91\x05\n\x07\x43luster\x12Q\n\tSubmitJob\x12\x1d.tidegate.v1.SubmitJobRequest\x1a\x1e.tidegate.v1.SubmitJobResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x64\n\x0fListSubmissions\x12#.tidegate.v1.ListSubmissionsRequest\x1a$.tidegate.v1.ListSubmissionsResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x64\n\x0fListClusterGpus\x12#.tidegate.v1.ListClusterGpusRequest\x1a$.tidegate.v1.ListClusterGpusResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12Q\n\tDrainNode\x12\x1d.tidegate.v1.DrainNodeRequest\x1a\x1e.tidegate.v1.DrainNodeResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x66\n\x10\x43\x61ncelSubmission\x12$.tidegate.v1.CancelSubmissionRequest\x1a%.tidegate.v1.CancelSubmissionResponse\"\x05\xa2\xbb\x18\x01\x04\x12V\n\nBackUpJobs\x12\x1e.tidegate.v1.BackUpJobsRequest\x1a\x1f.tidegate.v1.BackUpJobsResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12T\n\nRestoreJob\x12\x1e.tidegate.v1.RestoreJobRequest\x1a\x1f.tidegate.v1.RestoreJobResponse\"\x05\xa2\xbb\x18\x01\x04\x32\xf0\x01\n\x04Node\x12K\n\x07GetNode\x12\x1b.tidegate.v1.GetNodeRequest\x1a\x1c.tidegate.v1.GetNodeResponse\"\x05\xa2\xbb\x18\x01\x02\x12N\n\x08StartJob\x12\x1c.tidegate.v1.StartJobRequest\x1a\x1d.tidegate.v1.StartJobResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07StopJob\x12\x1b.tidegate.v1.StopJobRequest\x1a\x1c.tidegate.v1.StopJobResponse\"\x05\xa2\xbb\x18\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/cluster.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x19tidegate/v1/control.proto\x1a\x18tidegate/v1/events.proto\"X\n\x10SubmitJobRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\ttreatment\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x0f\n\x07\x63ommand\x18\x04 \x01(\t\"@\n\x11SubmitJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x18\n\x16ListSubmissionsRequest\"G\n\x17ListSubmissionsResponse\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.Submission\"\xbd\x01\n\nSubmission\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x19\n\x11submitted_unix_ms\x18\x04 \x01(\x04\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x12\n\nnum_starts\x18\x06 \x01(\r\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12\x10\n\x08num_gpus\x18\n \x01(\r\"\x18\n\x16ListClusterGpusRequest\"{\n\x17ListClusterGpusResponse\x12$\n\x04gpus\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GpuStatus\x12\x15\n\rdrained_nodes\x18\x02 \x03(\t\x12#\n\x04\x61way\x18\x03 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\"9\n\x08NodeAway\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\".\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"*\n\x11\x44rainNodeResponse\x12\x15\n\rdrained_nodes\x18\x01 \x03(\t\"&\n\x17\x43\x61ncelSubmissionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"G\n\x18\x43\x61ncelSubmissionResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x13\n\x11\x42\x61\x63kUpJobsRequest\";\n\x12\x42\x61\x63kUpJobsResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"-\n\x0b\x42\x61\x63kedUpJob\x12\x0e\n\x06record\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\":\n\x11RestoreJobRequest\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"T\n\x12RestoreJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\x12\x11\n\twas_known\x18\x02 \x01(\x08\"7\n\x0eGetNodeRequest\x12\x15\n\rknown_version\x18\x01 \x01(\x04\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"\xaa\x02\n\x0fGetNodeResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12=\n\tnum_slots\x18\x02 \x03(\x0b\x32*.tidegate.v1.GetNodeResponse.NumSlotsEntry\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12#\n\x04jobs\x18\x04 \x03(\x0b\x32\x15.tidegate.v1.JobStart\x12%\n\x05gates\x18\x05 \x03(\x0b\x32\x16.tidegate.v1.GateState\x12\x15\n\rslots_per_gpu\x18\x06 \x01(\r\x12#\n\x04\x61way\x18\x07 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\x1a/\n\rNumSlotsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"D\n\x08JobStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"a\n\x0fStartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x11\n\ttreatment\x18\x04 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x05 \x01(\t\"\x12\n\x10StartJobResponse\".\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x08\"\x11\n\x0fStopJobResponse2\x91\x05\n\x07\x43luster\x12Q\n\tSubmitJob\x12\x1d.tidegate.v1.SubmitJobRequest\x1a\x1e.tidegate.v1.SubmitJobResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x64\n\x0fListSubmissions\x12#.tidegate.v1.ListSubmissionsRequest\x1a$.tidegate.v1.ListSubmissionsResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x64\n\x0fListClusterGpus\x12#.tidegate.v1.ListClusterGpusRequest\x1a$.tidegate.v1.ListClusterGpusResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12Q\n\tDrainNode\x12\x1d.tidegate.v1.DrainNodeRequest\x1a\x1e.tidegate.v1.DrainNodeResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x66\n\x10\x43\x61ncelSubmission\x12$.tidegate.v1.CancelSubmissionRequest\x1a%.tidegate.v1.CancelSubmissionResponse\"\x05\xa2\xbb\x18\x01\x04\x12V\n\nBackUpJobs\x12\x1e.tidegate.v1.BackUpJobsRequest\x1a\x1f.tidegate.v1.BackUpJobsResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12T\n\nRestoreJob\x12\x1e.tidegate.v1.RestoreJobRequest\x1a\x1f.tidegate.v1.RestoreJobResponse\"\x05\xa2\xbb\x18\x01\x04\x32\xf0\x01\n\x04Node\x12K\n\x07GetNode\x12\x1b.tidegate.v1.GetNodeRequest\x1a\x1c.tidegate.v1.GetNodeResponse\"\x05\xa2\xbb\x18\x01\x02\x12N\n\x08StartJob\x12\x1c.tidegate.v1.StartJobRequest\x1a\x1d.tidegate.v1.StartJobResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07StopJob\x12\x1b.tidegate.v1.StopJobRequest\x1a\x1c.tidegate.v1.StopJobResponse\"\x05\xa2\xbb\x18\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -69,43 +69,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTCLUSTERGPUSREQUEST']._serialized_start=568
   _globals['_LISTCLUSTERGPUSREQUEST']._serialized_end=592
   _globals['_LISTCLUSTERGPUSRESPONSE']._serialized_start=594
-  _globals['_LISTCLUSTERGPUSRESPONSE']._serialized_end=680
-  _globals['_DRAINNODEREQUEST']._serialized_start=682
-  _globals['_DRAINNODEREQUEST']._serialized_end=728
-  _globals['_DRAINNODERESPONSE']._serialized_start=730
-  _globals['_DRAINNODERESPONSE']._serialized_end=772
-  _globals['_CANCELSUBMISSIONREQUEST']._serialized_start=774
-  _globals['_CANCELSUBMISSIONREQUEST']._serialized_end=812
-  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_start=814
-  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_end=885
-  _globals['_BACKUPJOBSREQUEST']._serialized_start=887
-  _globals['_BACKUPJOBSREQUEST']._serialized_end=906
-  _globals['_BACKUPJOBSRESPONSE']._serialized_start=908
-  _globals['_BACKUPJOBSRESPONSE']._serialized_end=967
-  _globals['_BACKEDUPJOB']._serialized_start=969
-  _globals['_BACKEDUPJOB']._serialized_end=1014
-  _globals['_RESTOREJOBREQUEST']._serialized_start=1016
-  _globals['_RESTOREJOBREQUEST']._serialized_end=1074
-  _globals['_RESTOREJOBRESPONSE']._serialized_start=1076
-  _globals['_RESTOREJOBRESPONSE']._serialized_end=1160
-  _globals['_GETNODEREQUEST']._serialized_start=1162
-  _globals['_GETNODEREQUEST']._serialized_end=1217
-  _globals['_GETNODERESPONSE']._serialized_start=1220
-  _globals['_GETNODERESPONSE']._serialized_end=1481
-  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_start=1434
-  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_end=1481
-  _globals['_JOBSTART']._serialized_start=1483
-  _globals['_JOBSTART']._serialized_end=1551
-  _globals['_STARTJOBREQUEST']._serialized_start=1553
-  _globals['_STARTJOBREQUEST']._serialized_end=1650
-  _globals['_STARTJOBRESPONSE']._serialized_start=1652
-  _globals['_STARTJOBRESPONSE']._serialized_end=1670
-  _globals['_STOPJOBREQUEST']._serialized_start=1672
-  _globals['_STOPJOBREQUEST']._serialized_end=1718
-  _globals['_STOPJOBRESPONSE']._serialized_start=1720
-  _globals['_STOPJOBRESPONSE']._serialized_end=1737
-  _globals['_CLUSTER']._serialized_start=1740
-  _globals['_CLUSTER']._serialized_end=2397
-  _globals['_NODE']._serialized_start=2400
-  _globals['_NODE']._serialized_end=2640
+  _globals['_LISTCLUSTERGPUSRESPONSE']._serialized_end=717
+  _globals['_NODEAWAY']._serialized_start=719
+  _globals['_NODEAWAY']._serialized_end=776
+  _globals['_DRAINNODEREQUEST']._serialized_start=778
+  _globals['_DRAINNODEREQUEST']._serialized_end=824
+  _globals['_DRAINNODERESPONSE']._serialized_start=826
+  _globals['_DRAINNODERESPONSE']._serialized_end=868
+  _globals['_CANCELSUBMISSIONREQUEST']._serialized_start=870
+  _globals['_CANCELSUBMISSIONREQUEST']._serialized_end=908
+  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_start=910
+  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_end=981
+  _globals['_BACKUPJOBSREQUEST']._serialized_start=983
+  _globals['_BACKUPJOBSREQUEST']._serialized_end=1002
+  _globals['_BACKUPJOBSRESPONSE']._serialized_start=1004
+  _globals['_BACKUPJOBSRESPONSE']._serialized_end=1063
+  _globals['_BACKEDUPJOB']._serialized_start=1065
+  _globals['_BACKEDUPJOB']._serialized_end=1110
+  _globals['_RESTOREJOBREQUEST']._serialized_start=1112
+  _globals['_RESTOREJOBREQUEST']._serialized_end=1170
+  _globals['_RESTOREJOBRESPONSE']._serialized_start=1172
+  _globals['_RESTOREJOBRESPONSE']._serialized_end=1256
+  _globals['_GETNODEREQUEST']._serialized_start=1258
+  _globals['_GETNODEREQUEST']._serialized_end=1313
+  _globals['_GETNODERESPONSE']._serialized_start=1316
+  _globals['_GETNODERESPONSE']._serialized_end=1614
+  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_start=1567
+  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_end=1614
+  _globals['_JOBSTART']._serialized_start=1616
+  _globals['_JOBSTART']._serialized_end=1684
+  _globals['_STARTJOBREQUEST']._serialized_start=1686
+  _globals['_STARTJOBREQUEST']._serialized_end=1783
+  _globals['_STARTJOBRESPONSE']._serialized_start=1785
+  _globals['_STARTJOBRESPONSE']._serialized_end=1803
+  _globals['_STOPJOBREQUEST']._serialized_start=1805
+  _globals['_STOPJOBREQUEST']._serialized_end=1851
+  _globals['_STOPJOBRESPONSE']._serialized_start=1853
+  _globals['_STOPJOBRESPONSE']._serialized_end=1870
+  _globals['_CLUSTER']._serialized_start=1873
+  _globals['_CLUSTER']._serialized_end=2530
+  _globals['_NODE']._serialized_start=2533
+  _globals['_NODE']._serialized_end=2773
 # @@protoc_insertion_point(module_scope)

@@ -177,23 +177,54 @@ class ListClusterGpusResponse(_message.Message):
 
     GPUS_FIELD_NUMBER: _builtins.int
     DRAINED_NODES_FIELD_NUMBER: _builtins.int
+    AWAY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.GpuStatus]: ...
     @_builtins.property
     def drained_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAway]: ...
     def __init__(
         self,
         *,
         gpus: _abc.Iterable[_control_pb2.GpuStatus] | None = ...,
         drained_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        away: _abc.Iterable[Global___NodeAway] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained_nodes", b"drained_nodes", "gpus", b"gpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListClusterGpusResponse: _TypeAlias = ListClusterGpusResponse  # noqa: Y015
+
+@_typing.final
+class NodeAway(_message.Message):
+    """A node whose machine does not answer, or is not as this one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    seconds: _builtins.float
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeAway: _TypeAlias = NodeAway  # noqa: Y015
 
 @_typing.final
 class DrainNodeRequest(_message.Message):
@@ -435,6 +466,7 @@ class GetNodeResponse(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
     SLOTS_PER_GPU_FIELD_NUMBER: _builtins.int
+    AWAY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with each start and each end of a job. Another start of the agent has other versions."""
     device: _builtins.str
@@ -449,6 +481,10 @@ class GetNodeResponse(_message.Message):
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobStart]: ...
     @_builtins.property
     def gates(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.GateState]: ...
+    @_builtins.property
+    def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAway]:
+        """Those of other machines whose gates are not in the answer."""
+
     def __init__(
         self,
         *,
@@ -458,10 +494,11 @@ class GetNodeResponse(_message.Message):
         jobs: _abc.Iterable[Global___JobStart] | None = ...,
         gates: _abc.Iterable[_events_pb2.GateState] | None = ...,
         slots_per_gpu: _builtins.int = ...,
+        away: _abc.Iterable[Global___NodeAway] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gates", b"gates", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "device", b"device", "gates", b"gates", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

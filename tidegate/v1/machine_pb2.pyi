@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tidegate.v1 import events_pb2 as _events_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -119,6 +120,50 @@ class GetClockResponse(_message.Message):
 Global___GetClockResponse: _TypeAlias = GetClockResponse  # noqa: Y015
 
 @_typing.final
+class GetGatesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    root: _builtins.str
+    """The folder of the nodes' gates, on a local disk of the machine."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        root: _builtins.str = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGatesRequest: _TypeAlias = GetGatesRequest  # noqa: Y015
+
+@_typing.final
+class GetGatesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gates(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.GateState]: ...
+    def __init__(
+        self,
+        *,
+        gates: _abc.Iterable[_events_pb2.GateState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gates", b"gates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGatesResponse: _TypeAlias = GetGatesResponse  # noqa: Y015
+
+@_typing.final
 class RunProcessRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -186,7 +231,7 @@ class ProcessStart(_message.Message):
     """The file for what the process prints, on that storage."""
     @_builtins.property
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """By path in the job's folder in host memory: the credential of its processes."""
+        """By path in the job's folder in host memory: the credentials of its processes."""
 
     def __init__(
         self,

@@ -44,6 +44,11 @@ class MachineStub:
                 request_serializer=tidegate_dot_v1_dot_machine__pb2.GetClockRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_machine__pb2.GetClockResponse.FromString,
                 _registered_method=True)
+        self.GetGates = channel.unary_unary(
+                '/tidegate.v1.Machine/GetGates',
+                request_serializer=tidegate_dot_v1_dot_machine__pb2.GetGatesRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_machine__pb2.GetGatesResponse.FromString,
+                _registered_method=True)
         self.RunProcess = channel.stream_stream(
                 '/tidegate.v1.Machine/RunProcess',
                 request_serializer=tidegate_dot_v1_dot_machine__pb2.RunProcessRequest.SerializeToString,
@@ -63,6 +68,13 @@ class MachineServicer:
 
     def GetClock(self, request, context):
         """For timelines: the machine's clock, which has to do with that of no other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGates(self, request, context):
+        """What the gates of nodes here say: who may use their GPUs, and whether a process does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +100,11 @@ def add_MachineServicer_to_server(servicer, server):
                     servicer.GetClock,
                     request_deserializer=tidegate_dot_v1_dot_machine__pb2.GetClockRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_machine__pb2.GetClockResponse.SerializeToString,
+            ),
+            'GetGates': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGates,
+                    request_deserializer=tidegate_dot_v1_dot_machine__pb2.GetGatesRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_machine__pb2.GetGatesResponse.SerializeToString,
             ),
             'RunProcess': grpc.stream_stream_rpc_method_handler(
                     servicer.RunProcess,
@@ -149,6 +166,33 @@ class Machine:
             '/tidegate.v1.Machine/GetClock',
             tidegate_dot_v1_dot_machine__pb2.GetClockRequest.SerializeToString,
             tidegate_dot_v1_dot_machine__pb2.GetClockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Machine/GetGates',
+            tidegate_dot_v1_dot_machine__pb2.GetGatesRequest.SerializeToString,
+            tidegate_dot_v1_dot_machine__pb2.GetGatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

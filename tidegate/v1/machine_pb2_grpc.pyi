@@ -35,6 +35,8 @@ class MachineStub:
     """What has to be the same on all machines of a job."""
     GetClock: _grpc.UnaryUnaryMultiCallable[_machine_pb2.GetClockRequest, _machine_pb2.GetClockResponse]
     """For timelines: the machine's clock, which has to do with that of no other."""
+    GetGates: _grpc.UnaryUnaryMultiCallable[_machine_pb2.GetGatesRequest, _machine_pb2.GetGatesResponse]
+    """What the gates of nodes here say: who may use their GPUs, and whether a process does."""
     RunProcess: _grpc.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
     come at least every two seconds: who hears nothing for ten takes the other side for gone.
@@ -47,6 +49,8 @@ class MachineAsyncStub(MachineStub):
     """What has to be the same on all machines of a job."""
     GetClock: _aio.UnaryUnaryMultiCallable[_machine_pb2.GetClockRequest, _machine_pb2.GetClockResponse]  # type: ignore[assignment]
     """For timelines: the machine's clock, which has to do with that of no other."""
+    GetGates: _aio.UnaryUnaryMultiCallable[_machine_pb2.GetGatesRequest, _machine_pb2.GetGatesResponse]  # type: ignore[assignment]
+    """What the gates of nodes here say: who may use their GPUs, and whether a process does."""
     RunProcess: _aio.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]  # type: ignore[assignment]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
     come at least every two seconds: who hears nothing for ten takes the other side for gone.
@@ -68,6 +72,14 @@ class MachineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_machine_pb2.GetClockResponse, _abc.Awaitable[_machine_pb2.GetClockResponse]]:
         """For timelines: the machine's clock, which has to do with that of no other."""
+
+    @_abc_1.abstractmethod
+    def GetGates(
+        self,
+        request: _machine_pb2.GetGatesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_machine_pb2.GetGatesResponse, _abc.Awaitable[_machine_pb2.GetGatesResponse]]:
+        """What the gates of nodes here say: who may use their GPUs, and whether a process does."""
 
     @_abc_1.abstractmethod
     def RunProcess(

@@ -82,7 +82,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.ListClusterGpusRequest, context: Any
     ) -> cluster_pb2.ListClusterGpusResponse:
         drained = sorted(await self._loop.drained())
-        return cluster_pb2.ListClusterGpusResponse(gpus=gpu_statuses(await self._loop.gpus()), drained_nodes=drained)
+        gpus = gpu_statuses(await self._loop.gpus())
+        return cluster_pb2.ListClusterGpusResponse(gpus=gpus, drained_nodes=drained, away=self._loop.away)
 
     async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, context: Any) -> cluster_pb2.DrainNodeResponse:
         node, there = NodeId(request.node), self._cluster.slots.nodes

@@ -7,8 +7,8 @@
 5. Remove what jobs that ended have in NATS and Redis.
 6. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
 
-Nothing is kept between two rounds, so any number of replicas may run: of two that place jobs after the same round, one
-writes. A store that restarted is adopted first, with the reports of all gates of the cluster.
+Nothing that decides is kept between two rounds, so any number of replicas may run: of two that place jobs after the
+same round, one writes. A store that restarted is adopted first, with the reports of all gates of the cluster.
 
 Invariants:
 - Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,6 +54,9 @@ from tidegate.types import GpuId, JobId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 BEAT_S = 1.0
+LOST_AFTER_S = 30.0
+"""A machine that is away for longer loses its jobs. Its processes end after `tidegate.machines.LOST_S` of silence, and
+a job that waits for its machine could go on elsewhere meanwhile."""
 RETRY_S = 0.2
 ANSWER_S = 4.0
 """Below the deadline of a person's call."""
@@ -68,6 +71,8 @@ class NodeView:
     slots: Slots
     ran: Mapping[JobId, Ran]
     gates: Mapping[GpuId, GateState]
+    away: Sequence[cluster_pb2.NodeAway] = ()
+    """The nodes whose gates nobody knows."""
 
 
 class ClusterLoop:
@@ -78,6 +83,8 @@ class ClusterLoop:
         self._terms = terms
         self._streams = streams
         self._agent = agent
+        self.away: Sequence[cluster_pb2.NodeAway] = ()
+        """The nodes of machines that did not answer in the last round: for people, nothing is decided by it."""
         self._wake = asyncio.Event()
         self._log = structlog.get_logger("cluster")
 
@@ -172,9 +179,12 @@ class ClusterLoop:
         stored = await self.store.submissions()
         texts = stored.texts
         before, seen = _parsed(texts), await self._seen()
-        placed = {each.job for each in before.values() if each.is_placed}
-        free = await freed(self.store, placed=placed, gates=seen.gates)
-        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran, stored.drained))
+        self.away = seen.away
+        placed = {each.job: each.gpus for each in before.values() if each.is_placed}
+        away = {NodeId(each.node): each.seconds for each in seen.away}
+        free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
+        lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S}
+        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost))
         if step.changed:
             await self.store.write_submissions(
                 {each.job: each.to_json() for each in step.changed},
@@ -257,11 +267,13 @@ class ClusterLoop:
                 for each in found.jobs
             },
             gates={state.gpu: state for state in gates},
+            away=found.away,
         )
 
     async def _gate_reports(self) -> GateReports:
         seen = await self._seen()
-        return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in seen.slots.nodes}
+        there = seen.slots.nodes.keys() - {NodeId(each.node) for each in seen.away}
+        return {node: [each for each in seen.gates.values() if node_of(each.gpu) == node] for node in there}
 
 
 _parse = lru_cache(maxsize=4096)(Submission.parse)

@@ -7,7 +7,7 @@ A job whose start was interrupted, and that nobody cancelled, goes back to its p
 its checkpoint. After `MAX_INTERRUPTIONS` it ends interrupted. The end of an agent, as by `tidegate down`, is none.
 
 A node may be drained: it gets no job, and what runs on it is interrupted, which does not count, and goes on where there
-is room.
+is room. So it is with a node whose machine is away for long.
 
 A cluster may come back with other nodes. A job that has no room there any more ends.
 
@@ -19,6 +19,7 @@ Invariants:
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
+- Nor does one whose machine is away for long. [test_queue: machine_is_away_for_long]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
 - What an ended job has in NATS and Redis goes, once no process of it lives. [test_queue: is_cleared_once]
 - Deciding again on the result changes nothing. [test_queue: deciding_again_changes_nothing]
@@ -52,17 +53,23 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is there: slots by node, GPUs that nobody has in the ownership map, the last start of each job, and the
-    nodes that get no jobs."""
+    """What is there: slots by node, GPUs that nobody has in the ownership map, the last start of each job, the nodes
+    that get no jobs, and those whose machines are away for long."""
 
     nodes: Mapping[NodeId, int]
     free: Collection[GpuId]
     ran: Mapping[JobId, Ran]
     drained: Collection[NodeId] = ()
+    lost: Collection[NodeId] = ()
 
-    def is_leaving(self, submission: Submission) -> bool:
-        """Whether the job has GPUs of a drained node."""
-        return any(node_of(gpu) in self.drained for gpu in submission.gpus)
+    def leaves_for(self, submission: Submission) -> str:
+        """Why the job cannot stay on its GPUs. Empty: it can."""
+        nodes = sorted({node_of(gpu) for gpu in submission.gpus})
+        if drained := [node for node in nodes if node in self.drained]:
+            return f"its node {drained[0]} was drained"
+        if lost := [node for node in nodes if node in self.lost]:
+            return f"the machine of its node {lost[0]} is away"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +109,7 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
 
 
 def _may_run(submission: Submission | None, cluster: Cluster, job: JobId) -> bool:
-    if submission is None or not submission.is_placed or cluster.is_leaving(submission):
+    if submission is None or not submission.is_placed or cluster.leaves_for(submission):
         return False
     return submission.starts == cluster.ran[job].start
 
@@ -124,8 +131,8 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
     assert ran is not None, "the cases above have those without one"
     if ran.end is None:
         return replace(each, state=SubmissionState.RUNNING, message="")
-    if ran.end is End.INTERRUPTED and cluster.is_leaving(each):
-        return _again(each, "its node was drained", interruptions=each.interruptions)
+    if ran.end is End.INTERRUPTED and (why := cluster.leaves_for(each)):
+        return _again(each, why, interruptions=each.interruptions)
     if ran.end is End.INTERRUPTED:
         return _again(each, ran.message, interruptions=each.interruptions + 1)
     return _ended(each, ran.end, ran.message)
@@ -153,7 +160,7 @@ def _ended(each: Submission, end: End, message: str) -> Submission:
 def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submission]:
     """The records, after those at the head of the queue for whom there is room were placed."""
     every = {each.job: each for each in submissions}
-    free = {gpu for gpu in cluster.free if node_of(gpu) not in cluster.drained}
+    free = {gpu for gpu in cluster.free if node_of(gpu) not in cluster.drained and node_of(gpu) not in cluster.lost}
     free.difference_update(*(each.gpus for each in every.values()))
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, cluster.nodes, free)

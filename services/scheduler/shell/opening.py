@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import structlog
 
-from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.adoption import AskGates
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable, VersionConflict
-from tidegate.ports.bus import BusUnavailable, TermRegister
-from tidegate.ports.store import Store
+from tidegate.ports.bus import BusUnavailable
+from tidegate.ports.store import Identity, Store
 from tidegate.types import InstanceId, JobId
 
 LIMIT_S = 5.0
@@ -28,17 +29,23 @@ LIMIT_S = 5.0
 RETRY_S = 0.2
 
 
+class Adopt(Protocol):
+    """`tidegate.ownership.adoption` of one store: by this scheduler, or by its cluster."""
+
+    async def __call__(self, ask_gates: AskGates, *, least_term: int = 0) -> Identity: ...
+
+
 async def open_store(
     store: Store,
-    terms: TermRegister,
-    ask_gates: Callable[[], Awaitable[GateReports]],
+    adopt: Adopt,
+    ask_gates: AskGates,
     *,
     job: JobId,
     name: InstanceId,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
-    """Adopts the store. Returns the number of this start of `name` for the job.
+    """Has the store adopted. Returns the number of this start of `name` for the job.
 
     StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict: the last reason, after `LIMIT_S`.
     """
@@ -46,7 +53,7 @@ async def open_store(
     ends_s = now() + LIMIT_S
     while True:
         try:
-            await adopt(store, terms, ask_gates)
+            await adopt(ask_gates)
             return await store.next_boot(job, name)
         except (StoreUnavailable, BusUnavailable, StoreNotAdopted, VersionConflict) as error:
             left_s = ends_s - now()

@@ -51,12 +51,13 @@ from services.scheduler.policy import Policy
 from services.scheduler.shell.bus_state import read_events
 from services.scheduler.shell.codecs.state_codec import StateEncoder, decode_state, event_of
 from services.scheduler.shell.issuer import Issuer
+from services.scheduler.shell.opening import Adopt
 from services.scheduler.shell.store_clock import StoreClock
 from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from services.scheduler.state.cluster_state import TERMINAL, ClusterState
 from tidegate.codec import WireError
-from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.ownership.adoption import GateReports
 from tidegate.ownership.records import (
     StoreNotAdopted,
     StoreUnavailable,
@@ -72,7 +73,6 @@ from tidegate.ports.bus import (
     StateCopies,
     StateCopy,
     StreamFull,
-    TermRegister,
 )
 from tidegate.ports.store import JobState, Store
 from tidegate.runtime.announcer import Announcer
@@ -98,7 +98,7 @@ class SchedulerPorts:
     events: EventLog
     consumer: EventConsumer
     copies: StateCopies
-    terms: TermRegister
+    adopt: Adopt
     announcer: Announcer
     issuer: Issuer
     ask_gates: Callable[[ClusterState | None], Awaitable[GateReports]]
@@ -408,7 +408,7 @@ class SchedulerService:
         """`state` names the instances whose gates can be asked."""
         ports = self._ports
         try:
-            opened = await adopt(ports.store, ports.terms, lambda: ports.ask_gates(state), least_term=least_term)
+            opened = await ports.adopt(lambda: ports.ask_gates(state), least_term=least_term)
             self._term = opened.term
             self._looked_at = (None, None)
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from services.scheduler.cluster.control import ClusterServicer, UnknownSubmission
-from services.scheduler.cluster.loop import ClusterLoop
+from services.scheduler.cluster.loop import LOST_AFTER_S, ClusterLoop
 from tests.contract.store_bench import JOB, acquire, start_of_actor
 from tests.unit.cluster_jobs import NODES, of_size, submitted
 from tidegate.adapters.cell_store import CellStore
@@ -43,6 +43,7 @@ class Machine(cluster_pb2_grpc.NodeServicer):
     stopped: list[tuple[str, bool]] = field(default_factory=list)
     held: set[GpuId] = field(default_factory=set)
     away: int = 0
+    away_nodes: list[cluster_pb2.NodeAway] = field(default_factory=list)
 
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
         if self.away:
@@ -56,6 +57,7 @@ class Machine(cluster_pb2_grpc.NodeServicer):
             slots_per_gpu=1,
             jobs=self.starts.values(),
             gates=gates,
+            away=self.away_nodes,
         )
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
@@ -187,6 +189,45 @@ async def test_gpus_that_a_killed_job_left_behind_are_free_but_one_that_a_proces
     lab.machine.held = set()
     await loop.round()
     assert (await store.gpus())[ALL[1]].state is GpuState.FREE
+
+
+async def test_no_gpu_whose_machine_is_away_is_touched_or_given_to_a_job(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await queued(loop, replace(submitted(JOB), state=SubmissionState.ENDED, end="interrupted", starts=1))
+    await left_behind(store)
+    lab.machine.away_nodes = [cluster_pb2.NodeAway(node="n0", seconds=LOST_AFTER_S / 2)]
+    await queued(loop, submitted(ONE))
+    await loop.round()
+    owned = {gpu for gpu, record in (await store.gpus()).items() if record.state is GpuState.OWNED}
+    assert owned.issuperset(ALL[:2])
+    assert (await loop.submissions())[ONE].state is SubmissionState.QUEUED
+    assert [each.node for each in loop.away] == ["n0"]
+    lab.machine.away_nodes = []
+    await loop.round()
+    assert (await loop.submissions())[ONE].state is SubmissionState.PLACED
+
+
+async def test_a_job_is_interrupted_once_its_machine_is_away_for_long(lab: Lab) -> None:
+    loop, _ = await lab.replica()
+    lab.machine.starts[ONE] = cluster_pb2.JobStart(job=ONE, start=1)
+    await queued(loop, replace(submitted(ONE), state=SubmissionState.RUNNING, gpus=ALL[:4], starts=1))
+    for seconds, stopped in ((LOST_AFTER_S - 1, []), (LOST_AFTER_S + 1, [(ONE, False)])):
+        lab.machine.away_nodes = [cluster_pb2.NodeAway(node="n0", seconds=seconds)]
+        await loop.round()
+        assert lab.machine.stopped == stopped
+
+
+async def test_what_a_placed_job_left_on_other_gpus_is_set_free(lab: Lab) -> None:
+    """Those of a machine that was away while the job went on elsewhere."""
+    loop, store = await lab.replica()
+    lab.machine.starts[JOB] = cluster_pb2.JobStart(job=JOB, start=2)
+    await queued(loop, replace(submitted(JOB), state=SubmissionState.RUNNING, gpus=ALL[4:], starts=2))
+    token = (await store.gpus())[ALL[0]].token
+    started = await acquire(store, await store.plan(start_of_actor(*ALL[:2], tokens=token)))
+    await store.commit(started, Role.ACTOR, Layout(dp=2))
+    await store.close(started, Outcome.COMMITTED)
+    await loop.round()
+    assert {record.state for record in (await store.gpus()).values()} == {GpuState.FREE}
 
 
 async def test_nothing_of_a_placed_job_is_touched(lab: Lab) -> None:

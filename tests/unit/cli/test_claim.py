@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.configs import small_config, small_file
+from tests.unit.cli.configs import small, small_config, small_file
 from tests.unit.cli.configs_on_data import RIGHT, on_data
 from tidegate.attempts import attempts_in, newest_attempt
 from tidegate.config.files import load_config
-from tidegate.config.job_config import ConfigError, JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import (
@@ -30,6 +30,8 @@ from tidegate.launcher.claim import (
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.lr.checkpoint import encoded
 from tidegate.lr.progress import LrLedger
+from tidegate.runtime.hosted import Hosted
+from tidegate.types import NodeId
 from tidegate.v1 import control_pb2
 
 
@@ -401,3 +403,33 @@ def test_a_host_memory_root_that_is_not_there_is_named(tmp_path: Path) -> None:
     ):
         pass
     assert not (tmp_path / "jobs").exists()
+
+
+def test_credentials_of_a_clusters_stores_are_in_the_folder_that_travels(tmp_path: Path) -> None:
+    memory, elsewhere = tmp_path / "memory", tmp_path / "shared"
+    raw = small(tmp_path)
+    raw["cluster"] = {
+        "nodes": {"n0": 2, "n1": 1},
+        "component_placement": {"actor": 0, "rollout": 1, "inference": 2},
+        "addresses": {"n0": "127.0.0.2", "n1": "127.0.0.3"},
+        "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
+        "machine_credentials": str(tmp_path),
+    }
+    raw["runtime"] |= {"gate_root": str(tmp_path / "gates"), "host_memory_root": str(memory)}
+    for root in (memory / "cluster", elsewhere):
+        for party in ("job", "scheduler"):
+            (root / party).mkdir(parents=True)
+            (root / party / "credential.pem").write_text(party)
+    for job, root, has_travelled in (("near", memory / "cluster", True), ("own", elsewhere, False)):
+        raw["job"] = job
+        raw["servers"] = {f"{kind}_credentials": str(root) for kind in ("nats", "redis")}
+        config = parse_config(raw)
+        with claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0) as claim:
+            found = Path(claim.config.servers.nats_credentials)
+            assert claim.config.servers.redis_credentials == str(found)
+            assert found.is_relative_to(host_memory_folder(config)) is has_travelled
+            assert (found / "job" / "credential.pem").read_text() == "job"
+            hosted = Hosted(claim.folder.config, NodeId("n1"), None, claim.folder.root / "log")
+            files = hosted.start(host_memory_folder(config)).files
+            assert ("credentials/stores/job/credential.pem" in files) is has_travelled
+            assert not [path for path in files if "scheduler" in path]

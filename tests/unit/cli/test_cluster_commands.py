@@ -19,6 +19,20 @@ from tests.unit.cli.configs import small
         ("up n0=9999", 2, "(1 to 1024)"),
         ("up n0=8 n0=4", 2, "node n0 is named twice"),
         ("up", 2, "NODE=SLOTS"),
+        ("up n0=8@", 2, "or n1=8@b on machine b"),
+        ("up n0=8 n1=8@b", 2, "no --machine tells where b is: give it, as in --machine b=10.0.0.8:7400"),
+        ("up n0=8 --machine b=10.0.0.8:7400", 2, "--machine b has no node: give it some, as in n1=8@b"),
+        ("up n1=8@b --machine b", 2, "--machine b: give a name and the address of its agent"),
+        ("up n1=8@b --machine b=h:1 --machine b=h:2", 2, "--machine b is given twice"),
+        ("up n1=8@b --machine b=h:1", 2, "--machine needs --address, --machine-credentials, --gate-root too"),
+        (
+            "up n0=8 --address 10.0.0.7",
+            2,
+            "--address: only a cluster with nodes on other machines (--machine) needs it",
+        ),
+        ("up n1=8@b --machine b=h {far}", 2, "machine b: 'h' is not host:port"),
+        ("up n1=8@b --machine b=h:1 --device cuda {far}", 2, "so far on cpu alone"),
+        ("up n1=8@b --machine b=h:1 {far}", 2, "--address 127.0.0.1: no other machine reaches an address of loopback"),
         ("down", 1, "no cluster is up in"),
         ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
         ("backup {jobs}/b.json", 1, "no cluster is up in {jobs}"),
@@ -33,5 +47,6 @@ def test_what_cannot_be_done_is_told(
 ) -> None:
     config, jobs = tmp_path / "one.yaml", tmp_path / "jobs"
     config.write_text(yaml.safe_dump(small(tmp_path)))
-    assert execute([*words.format(config=config, jobs=jobs).split(), "--output-dir", str(jobs)]) == code
+    far = f"--address 127.0.0.1 --machine-credentials {tmp_path} --gate-root {tmp_path}"
+    assert execute([*words.format(config=config, jobs=jobs, far=far).split(), "--output-dir", str(jobs)]) == code
     assert told.format(jobs=jobs) in capsys.readouterr().err

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
 from tidegate.gate import GateState
-from tidegate.ownership.adoption import GateReports, adopt, next_term, rebuild
+from tidegate.ownership.adoption import GateReports, adopt, adopted_by_another, next_term, rebuild
 from tidegate.ownership.records import (
     GpuRecord,
     GpuState,
@@ -163,6 +163,29 @@ class TestAdopt:
         with pytest.raises(StoreNotAdopted):
             await other.gpus()
         assert (await adopt(other, terms, no_gates, least_term=7)).term == 7, "it is joined, not adopted again"
+
+    async def test_who_waits_for_another_adopter_changes_no_record_and_asks_no_gate(self) -> None:
+        server, terms = MemoryServer(), MemoryTermRegister()
+        own, another = memory_store(server), memory_store(server)
+
+        async def must_not_ask() -> GateReports:
+            raise AssertionError("the gates were asked")
+
+        with pytest.raises(StoreNotAdopted):
+            await adopted_by_another(own, must_not_ask)
+        await adopt(another, terms, no_gates)
+        await another.register((GPU,))
+        assert (await adopted_by_another(own, must_not_ask, least_term=1)).term == 1
+        assert (await own.gpus())[GPU].state is GpuState.FREE
+        with pytest.raises(StoreNotAdopted):
+            await adopted_by_another(own, must_not_ask, least_term=5)
+        assert not server.identity.is_open, "a gate knows a term above it: it has to be adopted again"
+
+        async def ask() -> GateReports:
+            return {NODE: [GateState(GPU, Token(4, 2), held=False)]}
+
+        await adopt(another, terms, ask)
+        assert (await adopted_by_another(own, must_not_ask, least_term=5)).term == 5
 
     async def test_a_restarted_store_opens_with_the_reports_of_the_gates(self) -> None:
         server, terms = MemoryServer(), MemoryTermRegister()

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tidegate.codec import decode_grants, encode_grants, fate_of
 from tidegate.config.job_config import JobConfig
 from tidegate.events import EventBody, EventSource
 from tidegate.moves_log import MovesLog
+from tidegate.ownership.adoption import adopt
 from tidegate.ports.bus import BusLimits, EventConsumer, EventDelivery
 from tidegate.ports.store import JobState, Ownership
 from tidegate.runtime.announcer import Announcer
@@ -106,7 +108,7 @@ class WireCluster:
             self.bus.events,
             watched,
             self.bus.copies,
-            self.bus.term,
+            partial(adopt, store, self.bus.term),
             announcer,
             issuer,
             self.gate_reports,

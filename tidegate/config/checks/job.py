@@ -86,8 +86,6 @@ def machine_faults(config: JobSections) -> list[str]:
         faults.append("cluster.machines: agents ask for a credential: set cluster.machine_credentials")
     if not config.runtime.gate_root:
         faults.append("cluster.machines: gates are on local disks: set runtime.gate_root to a folder of each machine")
-    if config.runtime.fork_server:
-        faults.append("cluster.machines: each machine starts fork servers of its own: leave runtime.fork_server out")
     if cluster.device != "cpu":
         faults.append(f"cluster.machines with cluster.device={cluster.device}: so far on cpu alone")
     embedded = [f"servers.{kind}_url" for kind in ("nats", "redis") if not getattr(config.servers, f"{kind}_url")]

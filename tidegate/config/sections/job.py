@@ -281,7 +281,11 @@ class RuntimeSection(_Section):
     """The folder of the gates of this machine's nodes, on a local disk, relative to the config's folder. Jobs that
     share GPUs name the same one. Empty: the job's own folder has them."""
     fork_server: ConfigPath = ""
-    """The socket of a fork server that this machine keeps for all its jobs on CPUs. Empty: the job starts its own."""
+    """The socket of a fork server that this machine keeps for all its jobs on CPUs. Empty: the job starts its own.
+    Nodes on other machines have their own in any case."""
+    adopts_store: bool = True
+    """Whether the job's scheduler opens a Redis that has restarted, by the gates of the job's nodes. False: a cluster's
+    scheduler does, which asks the gates of all jobs."""
     events_max_bytes: Annotated[int, Field(ge=2**20)] = 256 * 2**20
     """The size of the event stream, which NATS reserves on its disk. The stream keeps the newest 2,048 messages, and
     older events until the job's folder has them. Of figures it keeps the last of each source, kind and iteration. An

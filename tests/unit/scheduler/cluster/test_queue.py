@@ -97,6 +97,20 @@ def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobod
     assert found["small"].state is PLACED
 
 
+def test_a_job_whose_machine_is_away_for_long_goes_on_elsewhere_and_that_counts_as_no_interruption() -> None:
+    nodes = {NodeId("n0"): 4, NodeId("n1"): 4}
+    free, n0 = cluster_gpus({NodeId("n1"): 4}), frozenset([NodeId("n0")])
+    step = next_step([running("a")], Cluster(nodes, free, {JobId("a"): Ran(1)}, lost=n0))
+    assert (step.stops, step.changed) == (("a",), ())
+    there = Cluster(nodes, free, {JobId("a"): Ran(1, End.INTERRUPTED)}, lost=n0)
+    moved = after([running("a")], there)["a"]
+    assert (moved.state, moved.gpus, moved.interruptions) == (PLACED, free, 0)
+    assert moved.treatment is Treatment.RESUME
+    none_free = replace(there, free=cluster_gpus({NodeId("n0"): 4}))
+    waits = after([running("a")], none_free)["a"]
+    assert (waits.state, waits.message) == (QUEUED, "to go on, after: the machine of its node n0 is away")
+
+
 def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> None:
     nodes = {NodeId("n0"): 4, NodeId("n1"): 4}
     free, n0 = cluster_gpus(nodes), frozenset({NodeId("n0")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,7 +13,7 @@ from tests.component_bench import ManualClock
 from tidegate.adapters.cell_store import COUNTS_PER_TERM, CellStore
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryCells, MemoryServer
-from tidegate.ownership.adoption import GateReports
+from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.store import Identity
 from tidegate.types import InstanceId, JobId
@@ -50,7 +51,15 @@ async def opened(store: CellStore, *pauses_s: float) -> int:
     """The number of the start. It sleeps once for each of the pauses, which then pass."""
     clock = ManualClock()
     opening = asyncio.create_task(
-        open_store(store, MemoryTermRegister(), no_gates, job=JobId("job"), name=NAME, now=clock.now, sleep=clock.sleep)
+        open_store(
+            store,
+            partial(adopt, store, MemoryTermRegister()),
+            no_gates,
+            job=JobId("job"),
+            name=NAME,
+            now=clock.now,
+            sleep=clock.sleep,
+        )
     )
     for pause_s in pauses_s:
         await clock.advance(pause_s)

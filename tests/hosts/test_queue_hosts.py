@@ -1,0 +1,71 @@
+"""The queue of a cluster over two machines (`tests/two_machines.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import small_job
+from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
+from tests.two_machines import Lab, link_down, services_there
+from tidegate.json_text import parse_json
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+
+LOOK_AGAIN_S = 0.5
+
+
+def row_of(lab: Lab, what: str, name: str) -> dict[str, Any]:
+    return next(row for row in lab.tidegate("get", what) if name in (row.get("job"), row.get("node")))
+
+
+def until(lab: Lab, what: str, name: str, **want: Any) -> None:
+    """Until the row of a job or a node has these values."""
+    while not want.items() <= row_of(lab, what, name).items():
+        time.sleep(LOOK_AGAIN_S)
+
+
+def submit(lab: Lab, *names: str) -> None:
+    for name in names:
+        lab.submit(small_job(name, algorithm__iterations=ITERATIONS))
+
+
+def assert_trained(lab: Lab, name: str, want_checksum: str) -> None:
+    until(lab, "jobs", name, state="finished")
+    assert_all_was_trained_once(lab.jobs / name, summary_of(lab.jobs / name), want_checksum)
+
+
+def placements(lab: Lab, name: str) -> Iterator[str]:
+    """The nodes of each place that a job had."""
+    told = (lab.jobs / ".cluster" / "logs" / "cluster.jsonl").read_text().splitlines()
+    for line in map(parse_json, told):
+        if line.get("job") == name and line.get("state") == "placed":
+            yield "+".join(sorted({gpu.partition("/")[0] for gpu in line["gpus"]}))
+
+
+def test_jobs_wait_for_the_nodes_of_two_machines_and_have_the_weights_of_one(lab: Lab, want_checksum: str) -> None:
+    with lab.cluster("n0=4", "n1=4@b"):
+        submit(lab, "first", "second")
+        until(lab, "jobs", "first", state="running")
+        assert services_there()
+        for name in ("first", "second"):
+            assert_trained(lab, name, want_checksum)
+            assert [*placements(lab, name)] == ["n0+n1"]
+        until(lab, "nodes", "n1", state="ready", free=4)
+    assert not services_there()
+
+
+def test_a_job_whose_machine_is_away_goes_on_on_another_one(lab: Lab, want_checksum: str) -> None:
+    with lab.cluster("n0=8", "n1=8@b"):
+        submit(lab, "here", "moved")
+        while not any((lab.jobs / "moved" / "checkpoints").glob("*/manifest.json")):
+            time.sleep(LOOK_AGAIN_S)
+        with link_down():
+            until(lab, "nodes", "n1", state="away")
+            for name in ("here", "moved"):
+                assert_trained(lab, name, want_checksum)
+        assert [*placements(lab, "moved")] == ["n1", "n0"]
+        until(lab, "nodes", "n1", state="ready", free=8)
