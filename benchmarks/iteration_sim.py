@@ -18,7 +18,7 @@ A ratio compares runs on the same lengths:
    `dynarl_priority_off_published` meet their goals: the distances of medians from the published 985 s, 1.34 and 1.46.
 4. The cost of simulating.
 
-It takes two hours on two cores. A stopped run goes on where it was, at the same commit (`benchmarks/parts.py`).
+It takes an hour on two cores. A stopped run goes on where it was, at the same commit (`benchmarks/parts.py`).
 """
 
 from __future__ import annotations
