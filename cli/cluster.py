@@ -29,7 +29,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.machines import Machines, machine_of
+from tidegate.cluster.machines import Machines, host_of, machine_of
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
@@ -53,7 +53,7 @@ ANSWER_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
-NODE_COLUMNS = ("node", "state", "slots", "free", "jobs")
+NODE_COLUMNS = ("node", "state", "slots", "free", "jobs", "message")
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +138,12 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
     nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
     try:
         far = tuple(machine_of(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
-        if IPv4Address(args.address).is_loopback:
-            raise ValueError(f"--address {args.address}: no other machine reaches an address of loopback")
+        for option, host in (
+            ("--address", args.address),
+            *((f"--machine {each.name}", host_of(each.agent)) for each in far),
+        ):
+            if IPv4Address(host).is_loopback:
+                raise ValueError(f"{option}: no other machine reaches an address of loopback, as {host} is")
         interface_of(args.address)
         Credentials(args.machine_credentials)
     except (ValueError, CertsError) as error:
@@ -327,14 +331,15 @@ def node_rows(
     for gpu in there.gpus:
         # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
         by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
-    away = {each.node for each in there.away}
+    away = {each.node: each for each in there.away}
     rows: list[Row] = [
         {
             "node": node,
-            "state": "drained" if node in there.drained_nodes else "away" if node in away else "ready",
+            "state": "away" if node in away else "drained" if node in there.drained_nodes else "ready",
             "slots": len(owners),
-            "free": owners.count(""),
+            "free": 0 if node in away else owners.count(""),
             "jobs": sorted({*filter(None, owners)}),
+            "message": f"for {away[node].seconds:.0f} s: {away[node].reason}" if node in away else "",
         }
         for node, owners in by_node.items()
     ]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tests.e2e.jobs import REPOSITORY, small_job
@@ -96,13 +97,13 @@ class Lab:
         return parse_json(done.stdout)
 
     @contextmanager
-    def cluster(self, *nodes: str) -> Iterator[None]:
-        """A cluster with nodes here, and some on the second machine: n1=4@b."""
+    def cluster(self, *nodes: str) -> Iterator[psutil.Process]:
+        """The agent of a cluster with nodes here, and some on the second machine: n1=4@b."""
         far = ("--machine", f"b={THERE}:{AGENT_PORT}", "--address", HERE)
         folders = ("--machine-credentials", str(self.folder / "operator"), "--gate-root", str(self.folder / "gates"))
-        self.tidegate("up", *nodes, *far, *folders)
+        agent = self.tidegate("up", *nodes, *far, *folders)["agent"]
         try:
-            yield
+            yield psutil.Process(agent)
         finally:
             self.tidegate("down")
 

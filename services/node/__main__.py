@@ -24,12 +24,14 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
@@ -51,7 +53,7 @@ from tidegate.launcher.lock import held
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
-from tidegate.runtime.front import Front
+from tidegate.runtime.front import MOST_CONNECTIONS, Front
 from tidegate.runtime.processes import ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
@@ -61,7 +63,6 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
-_FAR_SCHEMES = {"nats_url": "tls", "redis_url": "rediss"}
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
 
@@ -98,7 +99,7 @@ class Agent:
         version = Version(time.time_ns())
         far_nodes = {node for each in self._machines.far for node in each.nodes}
         gates = {node: Gate(self._gate_root / node) for node in self._slots.nodes if node not in far_nodes}
-        machines = FarMachines(self._machines, self._slots, changed=version.changed)
+        machines = FarMachines(self._machines, self._slots, shared=folder.lock, changed=version.changed)
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(machines.aclose)
             await closing.enter_async_context(self._servers)
@@ -126,7 +127,9 @@ class Agent:
             self._supervisor.start(self._spec(SCHEDULER, ("services.scheduler.cluster", "--folder", str(folder.root))))
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
             self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
-            works = (self._watch_servers(), self._watch_ends(jobs), machines.watch())
+            works = [self._watch_servers(), self._watch_ends(jobs)]
+            if far_nodes:
+                works.append(machines.watch())
             watching = [asyncio.create_task(each) for each in works]
             stop = asyncio.create_task(stopping.wait())
             try:
@@ -141,11 +144,12 @@ class Agent:
 
     async def _open_fronts(self, closing: contextlib.AsyncExitStack) -> None:
         """Where other machines reach the servers. NATS asks for certificates itself, valkey cannot."""
-        credentials = {self._servers.nats: None, self._servers.store: self._credentials.of(Party.NODE)}
-        for (server, credential), (key, scheme) in zip(credentials.items(), _FAR_SCHEMES.items(), strict=True):
-            front = await Front.open(self._machines.address, to_port=server.port, credential=credential)
-            closing.push_async_callback(front.aclose)
-            self._far_urls[key] = f"{scheme}://{self._machines.address}:{front.port}"
+        address, own = self._machines.address, self._credentials.of(Party.NODE)
+        nats = await Front.open(address, to_port=self._servers.nats.port, credential=None)
+        closing.push_async_callback(nats.aclose)
+        store = await Front.open(address, to_port=self._servers.store.port, credential=own)
+        closing.push_async_callback(store.aclose)
+        self._far_urls = {"nats_url": f"tls://{address}:{nats.port}", "redis_url": f"rediss://{address}:{store.port}"}
 
     @property
     def _fork_server(self) -> Path:
@@ -180,7 +184,7 @@ class Agent:
         self._jobs_in[job] = self._credentials.issue_to_job(job)
         await self._servers.let_in(self._guard())
         own = str(self._credentials.of_job(job))
-        servers = {
+        servers: dict[str, Any] = {
             "nats_url": self._servers.nats.url,
             "redis_url": self._servers.store.url,
             "nats_credentials": own,
@@ -188,7 +192,7 @@ class Agent:
         }
         section = self._machines.section_of(config.cluster)
         if section.machines:
-            servers |= self._far_urls
+            servers |= self._far_urls | {"credentials_travel": True}
         runtime = {
             "gate_root": str(self._gate_root),
             "fork_server": str(self._fork_server),
@@ -224,6 +228,16 @@ class Agent:
             await jobs.note_end(ended)
 
 
+def _raise_limit_of_files() -> None:
+    """A front has two descriptors for each connection from another machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * MOST_CONNECTIONS
+    if soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard)
+        )
+
+
 @contextlib.contextmanager
 def locked(folder: ClusterFolder) -> Iterator[None]:
     """AgentRuns."""
@@ -244,6 +258,7 @@ def main() -> int:
     folder = ClusterFolder.of(args.output_dir)
     slots, machines = Slots.of(json.loads(args.slots)), Machines.of(json.loads(args.machines))
     memory = folder.host_memory(args.host_memory_root)
+    _raise_limit_of_files()
     try:
         with locked(folder):
             configure_logging(SOURCE, path=folder.logs / f"{SOURCE}.jsonl")

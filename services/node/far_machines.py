@@ -1,10 +1,12 @@
 """The other machines of the cluster, as its agent sees them: which of them answer, and what their gates say.
 
 A machine is away until it has answered and is as this one. One that does not answer a question in time is away from
-then on. Those that are away are asked every `AGAIN_S`.
+then on. Those that are away are asked again, `AGAIN_S` after the last answer or silence.
 
 Invariants:
-- The gates of a machine that is away are not told, as nothing on it counts as free. [test_far_machines: that_is_away]
+- A machine's gates are told, or its nodes are named as away. [test_far_machines: that_is_away]
+  [test_far_machines: comes_back_while_another]
+- A machine tells of no other's gates. [test_far_machines: of_another_machine]
 - A machine that is not as this one is away, with the reason. [test_far_machines: of_another_version]
 - Who asks for gates waits for no machine that is away. [test_far_machines: waits_for_no_machine]
 """
@@ -30,6 +32,7 @@ from tidegate.launcher.preflight import machine_fault
 from tidegate.ownership.records import GateState
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
+from tidegate.types import node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
 
 ANSWER_S = 2.0
@@ -41,28 +44,30 @@ _SILENT = (PeerUnavailable, PeerRefused, WireError)
 
 @dataclass(slots=True)
 class _Far:
-    """`since_s`: when it was last heard of, or this agent began. `reason`: why it is away; empty: it is there."""
+    """`away_s`: since when it is away. `reason`: why; empty: it is there."""
 
     section: MachineSection
-    since_s: float
+    away_s: float
     reason: str = _UNASKED
     channels: Channels | None = None
     stub: Any = None
 
 
 class FarMachines:
-    """`changed` is called where a machine comes or goes."""
+    """`shared`: a file that all machines have to see. `changed` is called where a machine comes or goes."""
 
     def __init__(
         self,
         machines: Machines,
         slots: Slots,
         *,
+        shared: Path,
         changed: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """CertsError."""
         self._gate_root = machines.gate_root
+        self._shared = shared
         self._changed = changed
         self._now_s = now_s
         self._log = structlog.get_logger("agent")
@@ -71,45 +76,52 @@ class FarMachines:
         self._tls = Credentials(Path(machines.credentials)) if machines.far else None
         self._far = [_Far(each, now_s()) for each in machines.far]
 
-    async def gates(self) -> list[GateState]:
-        """Of all machines that are there, as they are now."""
-        there = [each for each in self._far if not each.reason]
-        found = await asyncio.gather(*map(self._gates_of, there))
-        return [state for states in found for state in states]
-
-    def away(self) -> list[cluster_pb2.NodeAway]:
-        """The nodes of the machines that are away, with the seconds since they were heard of."""
-        return [
-            cluster_pb2.NodeAway(node=node, seconds=self._now_s() - each.since_s, reason=each.reason)
-            for each in self._far
-            if each.reason
+    async def gates(self) -> tuple[list[GateState], list[cluster_pb2.NodeAway]]:
+        """The gates of all machines that are there, as they are now, and the nodes of the others."""
+        asked = {each.section.name: each for each in self._far if not each.reason}
+        found = dict(zip(asked, await asyncio.gather(*map(self._gates_of, asked.values())), strict=True))
+        states = [state for own in found.values() if own is not None for state in own]
+        # One that came back while the others were asked was not asked itself.
+        unknown = [each for each in self._far if found.get(each.section.name) is None]
+        away = [
+            cluster_pb2.NodeAway(node=node, seconds=self._now_s() - each.away_s, reason=each.reason or "it is back")
+            for each in unknown
             for node in each.section.nodes
         ]
+        return states, away
 
     async def watch(self) -> None:
         """Asks for machines that are away, for ever."""
-        while True:
-            await asyncio.gather(*(self._look_for(each) for each in self._far if each.reason))
-            await asyncio.sleep(AGAIN_S)
+        await asyncio.gather(*map(self._watch, self._far))
 
     async def aclose(self) -> None:
         for each in self._far:
-            await _disconnect(each)
+            if each.channels is not None:
+                await each.channels.close()
 
-    async def _gates_of(self, each: _Far) -> list[GateState]:
+    async def _watch(self, each: _Far) -> None:
+        while True:
+            if each.reason:
+                await self._look_for(each)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _gates_of(self, each: _Far) -> list[GateState] | None:
+        """None: it does not answer."""
         try:
-            found = await self._asked(each)
+            return await self._asked(each)
         except _SILENT as error:
             self._note(each, f"it does not answer: {error}")
-            return []
-        each.since_s = self._now_s()
-        return found
+        except asyncio.CancelledError:
+            # The call was cut off by a look on a new connection. Else this task itself is cancelled.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+        return None
 
     async def _look_for(self, each: _Far) -> None:
         # A connection from before an outage of the network may stay silent for a minute after it.
         await self._connect(each)
         try:
-            fault = await machine_fault(each.stub, each.section, self._cluster)
+            fault = await machine_fault(each.stub, each.section, self._cluster, shared=self._shared)
             if not fault:
                 await self._asked(each)
         except _SILENT as error:
@@ -118,23 +130,28 @@ class FarMachines:
 
     async def _connect(self, each: _Far) -> None:
         assert self._tls is not None, "there are machines, so there is a credential for them"
-        await _disconnect(each)
-        each.channels = Channels(default_timeout_s=ANSWER_S, tls=self._tls)
+        before, each.channels = each.channels, Channels(default_timeout_s=ANSWER_S, tls=self._tls)
         each.stub = stub_of(each.channels, each.section, self._tls.identity.cluster)
+        if before is not None:
+            await before.close()
 
     async def _asked(self, each: _Far) -> list[GateState]:
         request = machine_pb2.GetGatesRequest(root=self._gate_root, nodes=each.section.nodes)
-        return [decode_gate_state(state) for state in (await each.stub.GetGates(request)).gates]
+        found = [decode_gate_state(state) for state in (await each.stub.GetGates(request)).gates]
+        if others := [state.gpu for state in found if node_of(state.gpu) not in each.section.nodes]:
+            raise WireError(f"it told the gate of {others[0]}, which is not its own")
+        return found
 
     def _note(self, each: _Far, reason: str) -> None:
         before, each.reason = each.reason, reason
-        if not reason:
-            each.since_s = self._now_s()
-        if before == _UNASKED or bool(before) != bool(reason):
+        if reason and not before:
+            each.away_s = self._now_s()
+        if _kind(before) != _kind(reason):
             self._log.info("machine is away" if reason else "machine is there", name=each.section.name, reason=reason)
+        if before == _UNASKED or bool(before) != bool(reason):
             self._changed()
 
 
-async def _disconnect(each: _Far) -> None:
-    if each.channels is not None:
-        await each.channels.close()
+def _kind(reason: str) -> str:
+    """Two silences are told with other details."""
+    return reason.partition(":")[0] if reason.startswith("it does not answer") else reason

@@ -45,12 +45,13 @@ class StillRuns(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start of a job. `end` is None while its launcher lives."""
+    """A start of a job. `end` is None while its launcher lives. `has_begun`: it may have changed the job's folder."""
 
     number: int
     config: JobConfig
     end: End | None = None
     message: str = ""
+    has_begun: bool = True
 
 
 class NodeJobs:
@@ -131,29 +132,30 @@ class NodeJobs:
         if not ended.name.startswith(_JOB):
             return
         job = JobId(ended.name.removeprefix(_JOB))
-        end, message = self._end_of(job, ended)
+        end, message, has_begun = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
             # The newest at the end, so that the oldest are dropped.
-            self._starts[job] = replace(self._starts.pop(job), end=end, message=message)
+            self._starts[job] = replace(self._starts.pop(job), end=end, message=message, has_begun=has_begun)
             over = [each for each, start in self._starts.items() if start.end is not None]
             for each in over[: max(0, len(over) - KEPT)]:
                 del self._starts[each]
         self._log.info("job ended", job=job, end=end, message=message)
         self._changed()
 
-    def _end_of(self, job: JobId, ended: ServiceEnd) -> tuple[End, str]:
+    def _end_of(self, job: JobId, ended: ServiceEnd) -> tuple[End, str, bool]:
         try:
             fields = typed(dict, parse_json(self._folder.job_end(job).read_bytes()), "an end")
-            return End(fields["end"]), typed(str, fields["message"], "message")
+            message, has_begun = typed(str, fields["message"], "message"), typed(bool, fields["has_begun"], "has_begun")
+            return End(fields["end"]), message, has_begun
         except FileNotFoundError:
             how = f"ended with status {ended.exit_status}"
             if ended.exit_status < 0:
                 how = f"was killed ({signal.Signals(-ended.exit_status).name})"
             log = self._folder.logs / f"{ended.name}.out"
-            return End.INTERRUPTED, f"its launcher {how}: see {log}"
+            return End.INTERRUPTED, f"its launcher {how}: see {log}", True
         except (ValueError, KeyError) as error:
-            return End.INTERRUPTED, f"its launcher's end cannot be read ({error})"
+            return End.INTERRUPTED, f"its launcher's end cannot be read ({error})", True
 
     async def aclose(self) -> None:
         """Interrupts all jobs, and waits until they have ended."""

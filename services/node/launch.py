@@ -54,23 +54,24 @@ def main() -> int:
     try:
         config = JobConfig.read(args.config)
         configure_logging("launcher", level="WARNING")
-        end, message = _run(config, Start(args.treatment), args.command, spawner)
+        end, message, has_begun = _run(config, Start(args.treatment), args.command, spawner)
     finally:
         if spawner is not None:
             spawner.close()
-    write_private(args.end, json.dumps({"end": end, "message": message}))
+    write_private(args.end, json.dumps({"end": end, "message": message, "has_begun": has_begun}))
     return int(end is not End.FINISHED)
 
 
-def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None) -> tuple[End, str]:
-    request = RunRequest(config, start, f"{command} --resume", f"{command} --force")
+def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None) -> tuple[End, str, bool]:
+    """How it ended, and whether it had begun."""
+    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_of_cluster=True)
     try:
         outcome = asyncio.run(run_job(request, _Unseen(), spawner))
     except MachineAway as error:
-        return End.INTERRUPTED, str(error)
+        return End.INTERRUPTED, str(error), False
     except (ConfigError, NotRecorded) as error:
-        return End.FAILED, str(error)
-    return outcome.end, outcome.reason
+        return End.FAILED, str(error), True
+    return outcome.end, outcome.reason, outcome.has_begun
 
 
 if __name__ == "__main__":

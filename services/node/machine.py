@@ -13,6 +13,7 @@ Invariants:
 - A process of an instance starts when the one before it is gone. [test_machine: waits_for_the_one_before]
   [test_machine: cancelled_again_and_again]
 - Nothing is written but the job's credential in host memory, and the log. [test_machine: nothing_is_written_outside]
+  [test_machine: for_gates_makes_nothing]
 - Nobody else reads the credential. [test_machine: of_another_user] [test_machine: has_the_credential_for_itself]
 - A request that cannot run here is refused with the reason, and leaves nothing. [test_machine: what_cannot_run_here]
 """
@@ -45,7 +46,7 @@ from tidegate.certs.identity import Party
 from tidegate.certs.job_credentials import job_folders
 from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import ConfigError, JobConfig
-from tidegate.gate import Gate
+from tidegate.gate import Gate, GateState
 from tidegate.job import JobFolder
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
@@ -73,14 +74,17 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         self._log = structlog.get_logger("agent")
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
-        return machine_pb2.GetMachineResponse(versions=versions(), user=os.getuid(), addresses=addresses_here())
+        has_shared = bool(request.shared) and await asyncio.to_thread(Path(request.shared).is_file)
+        return machine_pb2.GetMachineResponse(
+            versions=versions(), user=os.getuid(), addresses=addresses_here(), has_shared=has_shared
+        )
 
     async def GetClock(self, request: machine_pb2.GetClockRequest, context: Any) -> machine_pb2.GetClockResponse:
         return machine_pb2.GetClockResponse(monotonic_ns=time.monotonic_ns())
 
     async def GetGates(self, request: machine_pb2.GetGatesRequest, context: Any) -> machine_pb2.GetGatesResponse:
-        folders = [Path(request.root) / job_id(node) for node in request.nodes]
-        found = await asyncio.to_thread(lambda: [state for folder in folders for state in Gate(folder).report()])
+        root, nodes = Path(request.root), [job_id(node) for node in request.nodes]
+        found = await asyncio.to_thread(lambda: [state for node in nodes for state in _gate_states(root, node)])
         return machine_pb2.GetGatesResponse(gates=map(encode_gate_state, found))
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
@@ -242,6 +246,13 @@ def _write_private(path: Path, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
+
+
+def _gate_states(root: Path, node: str) -> list[GateState]:
+    """Of a node's gate, if it was ever passed. It makes nothing. ValueError where there is no folder for gates."""
+    if not (root.is_absolute() and root.is_dir()):
+        raise ValueError(f"there is no folder {root} for gates: make it, on a local disk of this machine")
+    return Gate(root / node).report() if (root / node).is_dir() else []
 
 
 async def _config_of(start: machine_pb2.ProcessStart) -> JobConfig:

@@ -52,7 +52,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
 
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
         version = await self._version.other_than(request.known_version, wait_s=request.wait_s)
-        starts, far = self._jobs().starts, await self._machines.gates()
+        starts, (far, away) = self._jobs().starts, await self._machines.gates()
         own = [state for gate in self._gates.values() for state in gate.report()]
         return cluster_pb2.GetNodeResponse(
             version=version,
@@ -60,11 +60,17 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
             device=self._slots.device,
             slots_per_gpu=self._slots.per_gpu,
             jobs=[
-                cluster_pb2.JobStart(job=job, start=each.number, end=each.end or "", message=each.message)
+                cluster_pb2.JobStart(
+                    job=job,
+                    start=each.number,
+                    end=each.end or "",
+                    message=each.message,
+                    has_not_begun=not each.has_begun,
+                )
                 for job, each in starts.items()
             ],
             gates=map(encode_gate_state, (*own, *far)),
-            away=self._machines.away(),
+            away=away,
         )
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:

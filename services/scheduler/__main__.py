@@ -59,7 +59,7 @@ async def run(config: JobConfig, *, launcher_boot: int) -> None:
         async def gate_reports() -> GateReports:
             return await peers.gate_reports(await told_by_bus(bus.events, bus.copies, job))
 
-        adopting: Adopt = functools.partial(adopted_by_another, store)
+        adopting: Adopt = functools.partial(adopted_by_another, store, bus.term)
         if config.runtime.adopts_store:
             adopting = functools.partial(adopt, store, bus.term)
         boot = await open_store(store, adopting, gate_reports, job=job, name=InstanceId(SOURCE))

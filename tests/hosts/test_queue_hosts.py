@@ -33,6 +33,11 @@ def submit(lab: Lab, *names: str) -> None:
         lab.submit(small_job(name, algorithm__iterations=ITERATIONS))
 
 
+def until_saved(lab: Lab, name: str) -> None:
+    while not any((lab.jobs / name / "checkpoints").glob("*/manifest.json")):
+        time.sleep(LOOK_AGAIN_S)
+
+
 def assert_trained(lab: Lab, name: str, want_checksum: str) -> None:
     until(lab, "jobs", name, state="finished")
     assert_all_was_trained_once(lab.jobs / name, summary_of(lab.jobs / name), want_checksum)
@@ -58,11 +63,21 @@ def test_jobs_wait_for_the_nodes_of_two_machines_and_have_the_weights_of_one(lab
     assert not services_there()
 
 
+@pytest.mark.parametrize("server", ["valkey-server", "nats-server"])
+def test_a_job_over_two_machines_goes_on_after_a_server_was_killed(lab: Lab, want_checksum: str, server: str) -> None:
+    with lab.cluster("n0=4", "n1=4@b") as agent:
+        submit(lab, "struck")
+        until_saved(lab, "struck")
+        (struck,) = [each for each in agent.children(recursive=True) if server in " ".join(each.cmdline())]
+        struck.kill()
+        assert_trained(lab, "struck", want_checksum)
+        assert [*placements(lab, "struck")] == ["n0+n1"]
+
+
 def test_a_job_whose_machine_is_away_goes_on_on_another_one(lab: Lab, want_checksum: str) -> None:
     with lab.cluster("n0=8", "n1=8@b"):
         submit(lab, "here", "moved")
-        while not any((lab.jobs / "moved" / "checkpoints").glob("*/manifest.json")):
-            time.sleep(LOOK_AGAIN_S)
+        until_saved(lab, "moved")
         with link_down():
             until(lab, "nodes", "n1", state="away")
             for name in ("here", "moved"):

@@ -11,6 +11,7 @@ import pytest
 
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Authority
 from tidegate.certs.identity import Identity, Party
+from tidegate.runtime import front as front_module
 from tidegate.runtime.front import Front
 from tidegate.types import LOOPBACK
 
@@ -99,6 +100,22 @@ async def test_a_side_that_closes_closes_the_other(echo: Echo) -> None:
     await reader.readexactly(3)
     echo.writers[-1].close()
     assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    await front.aclose()
+
+
+async def test_one_connection_too_many_is_closed_and_the_others_go_on(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_module, "MOST_CONNECTIONS", 1)
+    front = await Front.open(LOOPBACK, to_port=echo.port, credential=None)
+    reader, writer = await asyncio.open_connection(LOOPBACK, front.port)
+    writer.write(b"one")
+    await reader.readexactly(3)
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await said(front.port, b"two", None)
+    writer.write(b"three")
+    assert await reader.readexactly(5) == b"three"
     writer.close()
     await front.aclose()
 

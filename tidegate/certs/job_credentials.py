@@ -7,7 +7,7 @@ they are issued, so nobody can issue another one.
     credentials/job          of all processes of the components
     credentials/operator     of this user's commands
     credentials/node         of the embedded servers
-    credentials/stores       for NATS and Redis of a cluster, where nodes of the job are on other machines
+    credentials/nats, redis  scheduler/ and job/ for these, where they travel to other machines
 
 Invariants:
 - Who has none of them gets no answer from the job. [test_job: without_its_credential]
@@ -48,14 +48,15 @@ def credentials_folder(host_memory: Path) -> Path:
     return host_memory / "credentials"
 
 
-def stores_folder(host_memory: Path) -> Path:
-    """Has a folder for each of the two parties that come to a cluster's NATS and Redis."""
-    return credentials_folder(host_memory) / "stores"
+def store_folders(host_memory: Path) -> dict[str, Path]:
+    """By key of the config's servers: the folder with those of both parties that come to them, where they travel."""
+    return {f"{kind}_credentials": credentials_folder(host_memory) / kind for kind in ("nats", "redis")}
 
 
-def job_folders(host_memory: Path) -> tuple[Path, Path]:
-    """What the processes of the job's components show: to each other, and to a cluster's stores."""
-    return credential_folder(host_memory, Party.JOB), stores_folder(host_memory) / Party.JOB
+def job_folders(host_memory: Path) -> tuple[Path, ...]:
+    """What the processes of the job's components show: to each other, and to NATS and Redis."""
+    to_stores = (folder / Party.JOB for folder in store_folders(host_memory).values())
+    return credential_folder(host_memory, Party.JOB), *to_stores
 
 
 def credential_folder(host_memory: Path, party: Party) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from ipaddress import IPv4Address
 from typing import Any
 
 from tidegate.certs.identity import BadIdentity, Identity, Party
@@ -69,11 +70,19 @@ def host_of(agent: str) -> str:
     return agent.rpartition(":")[0]
 
 
+def _is_ipv4(text: str) -> bool:
+    try:
+        IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def machine_of(name: str, agent: str, nodes: Collection[NodeId]) -> MachineSection:
     """ValueError where the name, or the agent's address, cannot be one."""
     host, _, port = agent.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ValueError(f"machine {name}: {agent!r} is not host:port, as 10.0.0.8:7400")
+    if not (_is_ipv4(host) and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"machine {name}: {agent!r} is no IPv4 address with a port, as 10.0.0.8:7400")
     try:
         Identity("any", Party.NODE, name)
     except BadIdentity as error:

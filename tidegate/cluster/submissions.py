@@ -43,7 +43,8 @@ class Treatment(StrEnum):
 class Submission:
     """`starts` counts how often it was placed, under earlier submissions too, and names the present start.
     `interruptions`: how many of its starts were interrupted while their agent lived. `end` says how it ended: one of a
-    run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first."""
+    run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first.
+    `leaves`: why its start is interrupted, so that it goes on elsewhere; empty: it is not."""
 
     job: JobId
     config: str
@@ -62,6 +63,7 @@ class Submission:
     is_cleared: bool = False
     end: str = ""
     message: str = ""
+    leaves: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.gpus) != self.is_placed:
@@ -104,5 +106,7 @@ class Submission:
             interruptions=whole_number(fields["interruptions"], "interruptions"),
             is_cancelled=typed(bool, fields["is_cancelled"], "is_cancelled"),
             is_cleared=typed(bool, fields["is_cleared"], "is_cleared"),
+            # Records of earlier releases have none.
+            leaves=typed(str, fields.get("leaves", ""), "leaves"),
             **texts,
         )

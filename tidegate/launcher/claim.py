@@ -36,7 +36,7 @@ from typing import Any
 import yaml
 
 from tidegate.attempts import AttemptFolder, begin_attempt, newest_attempt, read_record
-from tidegate.certs.job_credentials import issue_job_credentials, stores_folder
+from tidegate.certs.job_credentials import issue_job_credentials, store_folders
 from tidegate.checkpoint_names import set_aside
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.config.schedule import rules_of, schedule_of
@@ -348,18 +348,15 @@ def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
 
 
 def _that_travel(config: JobConfig) -> ServersSection:
-    """The servers' credentials, where other machines need them. Those of a cluster are in this machine's host memory:
-    they go into the job's own folder there, from which those of its processes travel."""
-    servers, memory = config.servers, host_memory_folder(config)
-    if not config.cluster.machines or not _is_in(servers.nats_credentials, config.runtime.host_memory_root):
+    """Those of the servers' credentials that travel go into the job's folder in host memory, and from there on."""
+    servers, found = config.servers, {}
+    if not (config.cluster.machines and servers.credentials_travel):
         return servers
-    own = stores_folder(memory)
-    shutil.copytree(servers.nats_credentials, own)
-    return servers.model_copy(update={"nats_credentials": str(own), "redis_credentials": str(own)})
-
-
-def _is_in(folder: str, root: str) -> bool:
-    return bool(folder) and Path(folder).resolve().is_relative_to(Path(root).resolve())
+    for key, own in store_folders(host_memory_folder(config)).items():
+        if folder := getattr(servers, key):
+            shutil.copytree(folder, own)
+            found[key] = str(own)
+    return servers.model_copy(update=found)
 
 
 def _keep_tokenizer(folder: JobFolder, job: Job) -> None:

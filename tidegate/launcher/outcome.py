@@ -52,6 +52,8 @@ class Outcome:
     """The steps of this start, for a job with `cluster.pace`."""
     stopped_by: signal.Signals | None = None
     """Not in the file: it decides only the launcher's exit code."""
+    has_begun: bool = True
+    """Not in the file, which is written only by a run that has begun."""
 
     @property
     def reason(self) -> str:

@@ -44,13 +44,11 @@ from tidegate.types import JobId, NodeId
 from tidegate.v1 import machine_pb2
 
 ANSWER_TIMEOUT_S = 3.0
+_LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
 class MachineAway(CannotStart):
     """The agent of another machine does not answer. It may do so later."""
-
-
-_LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
 def check_addresses(cluster: ClusterSection) -> None:
@@ -77,37 +75,42 @@ async def check_machines(cluster: ClusterSection) -> None:
         raise CannotStart(f"cluster.machine_credentials: {error}") from error
     channels = Channels(default_timeout_s=ANSWER_TIMEOUT_S, tls=tls)
     try:
+        stubs = [stub_of(channels, machine, tls.identity.cluster) for machine in cluster.machines]
         found = await asyncio.gather(
-            *(
-                _refusal(stub_of(channels, machine, tls.identity.cluster), machine, cluster)
-                for machine in cluster.machines
-            )
+            *(machine_fault(stub, machine, cluster) for stub, machine in zip(stubs, cluster.machines, strict=True)),
+            return_exceptions=True,
         )
     finally:
         await channels.close()
-    if faults := [fault for fault in found if fault is not None]:
-        text = "\n".join(map(str, faults))
-        raise MachineAway(text) if all(isinstance(each, MachineAway) for each in faults) else CannotStart(text)
+    silent = []
+    for machine, each in zip(cluster.machines, found, strict=True):
+        if isinstance(each, PeerUnavailable | PeerRefused):
+            silent.append(
+                f"cluster.machines: {machine.name}: {each}; start it there: tidegate agent --listen {machine.agent} "
+                "--credentials FOLDER"
+            )
+        elif isinstance(each, BaseException):
+            raise each
+    faults = [each for each in found if isinstance(each, str) and each]
+    if faults:
+        raise CannotStart("\n".join((*faults, *silent)))
+    if silent:
+        raise MachineAway("\n".join(silent))
 
 
-async def _refusal(stub: Any, machine: MachineSection, cluster: ClusterSection) -> CannotStart | None:
-    try:
-        fault = await machine_fault(stub, machine, cluster)
-    except (PeerUnavailable, PeerRefused) as error:
-        return MachineAway(
-            f"cluster.machines: {machine.name}: {error}; start it there: tidegate agent --listen {machine.agent} "
-            "--credentials FOLDER"
-        )
-    return CannotStart(fault) if fault else None
-
-
-async def machine_fault(stub: Any, machine: MachineSection, cluster: ClusterSection) -> str:
-    """How another machine differs from this one. Empty: a job can have nodes on both. PeerUnavailable, PeerRefused."""
+async def machine_fault(
+    stub: Any, machine: MachineSection, cluster: ClusterSection, *, shared: Path | None = None
+) -> str:
+    """How another machine differs from this one. Empty: a job can have nodes on both. `shared`: a file on the disk that
+    both have to share. PeerUnavailable, PeerRefused."""
     key = f"cluster.machines: {machine.name}"
-    there: machine_pb2.GetMachineResponse = await stub.GetMachine(machine_pb2.GetMachineRequest())
+    request = machine_pb2.GetMachineRequest(shared="" if shared is None else str(shared))
+    there: machine_pb2.GetMachineResponse = await stub.GetMachine(request)
     for package, own in versions().items():
         if own and there.versions[package] != own:
             return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"
+    if shared is not None and not there.has_shared:
+        return f"{key} has no {shared}: mount the disk with the jobs' folder there, at the same path"
     if there.user != os.getuid():
         return (
             f"{key}: its agent runs as user {there.user}, and this job as user {os.getuid()}: they have to be the same"

@@ -95,6 +95,8 @@ class RunRequest:
     fresh_command: str
     notes: tuple[str, ...] = ()
     """Remarks on how the config was read. They are shown with the config's warnings."""
+    is_of_cluster: bool = False
+    """Whether a cluster starts it, and keeps its store."""
 
 
 async def check_job(request: RunRequest) -> Job:
@@ -145,6 +147,11 @@ async def _checked(request: RunRequest) -> Job:
         raise ConfigError(fault)
     if fault := cuda_fault(request.config.cluster):
         raise CannotStart(fault)
+    if not (request.config.runtime.adopts_store or request.is_of_cluster):
+        raise CannotStart(
+            "runtime.adopts_store=false: nobody would open the job's Redis; only the agent of a cluster sets it, so "
+            "leave it out"
+        )
     check_addresses(request.config.cluster)
     job = load_job(request.config)
     refuse_running(JobFolder.of(request.config))
@@ -201,6 +208,7 @@ def _nothing_done(request: RunRequest, message: str, *, start_ns: int, stopped_b
         wall_s=(time.monotonic_ns() - start_ns) / 1e9,
         job=control_pb2.GetJobResponse(job=request.config.job),
         stopped_by=stopped_by,
+        has_begun=False,
     )
 
 

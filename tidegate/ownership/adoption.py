@@ -97,14 +97,20 @@ async def adopt(
     raise VersionConflict(f"the store was not adopted: {MAX_RACES} races lost to other adopters; try again")
 
 
-async def adopted_by_another(store: StoreIdentity, ask_gates: AskGates, *, least_term: int = 0) -> Identity:
-    """Attach to a store that somebody else adopts. One that is open under a term below `least_term` is shut, so that
-    it is adopted again. `ask_gates` is not called.
+async def adopted_by_another(
+    store: StoreIdentity, terms: TermRegister, ask_gates: AskGates, *, least_term: int = 0
+) -> Identity:
+    """Attach to a store that somebody else adopts. One that is open under a term below `least_term` is shut, and the
+    register told, so that it is adopted again with that term at least. `ask_gates` is not called.
 
-    StoreNotAdopted: it is not open now. StoreUnavailable: call again."""
+    StoreNotAdopted: it is not open now. StoreUnavailable, BusUnavailable: call again."""
     found = await store.identity()
     if found.is_open and found.term < least_term:
-        with suppress(VersionConflict):  # Another one was quicker.
+        register_term, revision = await terms.read()
+        if (register_term or 0) < least_term - 1:
+            with suppress(StaleTerm):  # Another one was quicker.
+                await terms.advance(expected_revision=revision, term=least_term - 1)
+        with suppress(VersionConflict):
             await store.shut(expected=found)
     return await store.attach()
 

@@ -8,11 +8,13 @@ Invariants:
 - Nobody without a certificate of the authority reaches a server behind a front with a credential.
   [test_front: nobody_without_a_certificate]
 - Where one side closes, so does the other. [test_front: closes_the_other]
+- It holds `MOST_CONNECTIONS` at most. [test_front: one_connection_too_many]
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -22,8 +24,12 @@ from typing import Any
 from tidegate.certs.authority import CA_CERT, CREDENTIAL
 from tidegate.types import LOOPBACK
 
+MOST_CONNECTIONS = 4096
+"""A job has two for each of its processes, and one to a few for each of its services."""
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""A machine that is gone says nothing. Its connections end after a minute."""
 
 
 class Front:
@@ -54,9 +60,13 @@ class Front:
         await asyncio.gather(*self._passing, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._passing) >= MOST_CONNECTIONS:
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None, "asyncio calls it in a task"
         self._passing.add(task)
+        _keep_alive(writer.get_extra_info("socket"))
         try:
             # A server that is started again is away for a moment: its clients try again.
             with suppress(OSError):
@@ -68,6 +78,12 @@ class Front:
         finally:
             self._passing.discard(task)
             writer.close()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def _first_of(*works: Coroutine[Any, Any, None]) -> None:

@@ -514,11 +514,14 @@ class JobStart(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    HAS_NOT_BEGUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     start: _builtins.int
     end: _builtins.str
     """Empty while a process of it lives."""
     message: _builtins.str
+    has_not_begun: _builtins.bool
+    """It ended before it changed anything in the job's folder."""
     def __init__(
         self,
         *,
@@ -526,10 +529,11 @@ class JobStart(_message.Message):
         start: _builtins.int = ...,
         end: _builtins.str = ...,
         message: _builtins.str = ...,
+        has_not_begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "job", b"job", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "has_not_begun", b"has_not_begun", "job", b"job", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

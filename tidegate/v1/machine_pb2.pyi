@@ -23,12 +23,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class GetMachineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SHARED_FIELD_NUMBER: _builtins.int
+    shared: _builtins.str
+    """A file on storage that all machines share. Empty: it is not asked for."""
     def __init__(
         self,
+        *,
+        shared: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -61,7 +66,10 @@ class GetMachineResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    HAS_SHARED_FIELD_NUMBER: _builtins.int
     user: _builtins.int
+    has_shared: _builtins.bool
+    """Whether the file that was asked for is there."""
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By package."""
@@ -76,10 +84,11 @@ class GetMachineResponse(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         user: _builtins.int = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        has_shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "user", b"user", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "has_shared", b"has_shared", "user", b"user", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -230,8 +230,9 @@ class ClusterLoop:
                 await self._agent.StartJob(request)
             except PeerRefused as refused:
                 self._log.warning("job is not started yet", job=each.job, error=refused.reason)
-        for job in (*step.cancels, *step.stops):
-            await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job, cancels=job in step.cancels))
+        for jobs, cancels in ((step.cancels, True), (step.stops, False)):
+            for job in jobs:
+                await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job, cancels=cancels))
 
     async def _refuse(self, each: Submission, why: str) -> None:
         over = replace(each, state=SubmissionState.ENDED, gpus=(), end=End.FAILED, message=why)
@@ -263,7 +264,9 @@ class ClusterLoop:
                 {"nodes": dict(sorted(found.num_slots.items())), "device": found.device, "per_gpu": found.slots_per_gpu}
             ),
             ran={
-                JobId(each.job): Ran(each.start, End(each.end) if each.end else None, each.message)
+                JobId(each.job): Ran(
+                    each.start, End(each.end) if each.end else None, each.message, has_begun=not each.has_not_begun
+                )
                 for each in found.jobs
             },
             gates={state.gpu: state for state in gates},

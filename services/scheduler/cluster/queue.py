@@ -20,6 +20,7 @@ Invariants:
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
 - Nor does one whose machine is away for long. [test_queue: machine_is_away_for_long]
+- A start that has not begun is repeated as it was asked for. [test_queue: has_not_begun]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
 - What an ended job has in NATS and Redis goes, once no process of it lives. [test_queue: is_cleared_once]
 - Deciding again on the result changes nothing. [test_queue: deciding_again_changes_nothing]
@@ -44,11 +45,13 @@ MAX_INTERRUPTIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The last start of a job, as its agent tells. `end` is None while a process of it lives."""
+    """The last start of a job, as its agent tells. `end` is None while a process of it lives. `has_begun`: it may have
+    changed the job's folder."""
 
     start: int
     end: End | None = None
     message: str = ""
+    has_begun: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,12 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
         changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
         starts=tuple(starts),
         cancels=tuple(cancelled),
-        stops=tuple(job for job in alive if job not in cancelled and not _may_run(by_job.get(job), cluster, job)),
+        stops=tuple(job for job in alive if not _may_run(by_job.get(job), cluster, job)),
     )
 
 
 def _may_run(submission: Submission | None, cluster: Cluster, job: JobId) -> bool:
-    if submission is None or not submission.is_placed or cluster.leaves_for(submission):
+    if submission is None or not submission.is_placed or submission.leaves:
         return False
     return submission.starts == cluster.ran[job].start
 
@@ -129,16 +132,18 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         case SubmissionState.RUNNING if ran is None:
             return _again(each, "its machine's agent ended", interruptions=each.interruptions)
     assert ran is not None, "the cases above have those without one"
+    leaves = each.leaves or cluster.leaves_for(each)
     if ran.end is None:
-        return replace(each, state=SubmissionState.RUNNING, message="")
-    if ran.end is End.INTERRUPTED and (why := cluster.leaves_for(each)):
-        return _again(each, why, interruptions=each.interruptions)
+        told = f"is interrupted: {leaves}" if leaves else ""
+        return replace(each, state=SubmissionState.RUNNING, message=told, leaves=leaves)
     if ran.end is End.INTERRUPTED:
-        return _again(each, ran.message, interruptions=each.interruptions + 1)
+        treatment = Treatment.RESUME if ran.has_begun else each.treatment
+        num_before = each.interruptions
+        return _again(each, leaves or ran.message, interruptions=num_before + (not leaves), treatment=treatment)
     return _ended(each, ran.end, ran.message)
 
 
-def _again(each: Submission, why: str, *, interruptions: int) -> Submission:
+def _again(each: Submission, why: str, *, interruptions: int, treatment: Treatment = Treatment.RESUME) -> Submission:
     if each.is_cancelled:
         return _ended(each, End.CANCELLED, why)
     if interruptions >= MAX_INTERRUPTIONS:
@@ -147,14 +152,15 @@ def _again(each: Submission, why: str, *, interruptions: int) -> Submission:
         each,
         state=SubmissionState.QUEUED,
         gpus=(),
-        treatment=Treatment.RESUME,
+        treatment=treatment,
         interruptions=interruptions,
         message=f"to go on, after: {why}",
+        leaves="",
     )
 
 
 def _ended(each: Submission, end: End, message: str) -> Submission:
-    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message)
+    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message, leaves="")
 
 
 def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submission]:

@@ -207,6 +207,21 @@ async def test_no_gpu_whose_machine_is_away_is_touched_or_given_to_a_job(lab: La
     assert (await loop.submissions())[ONE].state is SubmissionState.PLACED
 
 
+async def test_a_store_that_restarts_while_a_machine_is_away_has_its_gpus_lost_until_it_is_back(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    lab.machine.held = {ALL[0]}
+    lab.machine.away_nodes = [cluster_pb2.NodeAway(node="n0", seconds=1.0)]
+    lab.server.restart()
+    await loop.open()
+    assert {record.state for record in (await store.gpus()).values()} == {GpuState.LOST}
+    await loop.round()
+    assert {record.state for record in (await store.gpus()).values()} == {GpuState.LOST}
+    lab.machine.away_nodes = []
+    await loop.round()
+    states = {gpu: record.state for gpu, record in (await store.gpus()).items()}
+    assert states == dict.fromkeys(ALL, GpuState.FREE) | {ALL[0]: GpuState.LOST}
+
+
 async def test_a_job_is_interrupted_once_its_machine_is_away_for_long(lab: Lab) -> None:
     loop, _ = await lab.replica()
     lab.machine.starts[ONE] = cluster_pb2.JobStart(job=ONE, start=1)

@@ -31,6 +31,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
 from tidegate.launcher.clocks import noted_clocks
 from tidegate.launcher.preflight import check_machines
+from tidegate.ports.rpc import PeerRefused
 from tidegate.runtime.hosted import Hosted
 from tidegate.runtime.processes import ENDS_AGAIN, Child, ServiceSpec, started
 from tidegate.types import LOOPBACK, NodeId, Role
@@ -351,6 +352,21 @@ async def test_what_cannot_run_here_is_refused_and_nothing_is_written_outside_ho
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sorted(lab.folder.rglob("*")) == before
     assert not programs()
+
+
+async def test_a_question_for_gates_makes_nothing_and_refuses_a_root_that_is_not_there(lab: Lab) -> None:
+    root = lab.folder / "gates"
+    before = sorted(lab.folder.rglob("*"))
+    channels = Channels(default_timeout_s=5.0, tls=Credentials(lab.folder / "operator"))
+    stub = machine_pb2_grpc.MachineStub(channels.connect(lab.server.endpoint, Identity("lab", Party.NODE, "b")))
+    for asked, told in ((str(root), "make it, on a local disk"), ("gates", "there is no folder gates for gates")):
+        with pytest.raises(PeerRefused, match=told):
+            await stub.GetGates(machine_pb2.GetGatesRequest(root=asked, nodes=["n0"]))
+    with pytest.raises(PeerRefused):
+        await stub.GetGates(machine_pb2.GetGatesRequest(root=str(lab.folder), nodes=["../n0"]))
+    assert not (await stub.GetGates(machine_pb2.GetGatesRequest(root=str(lab.folder), nodes=["n0"]))).gates
+    assert sorted(lab.folder.rglob("*")) == before
+    await channels.close()
 
 
 async def test_a_folder_in_host_memory_that_is_not_the_agents_is_refused(lab: Lab) -> None:

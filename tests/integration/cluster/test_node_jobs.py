@@ -12,12 +12,15 @@ import pytest
 
 from services.node.jobs import NodeJobs, StillRuns
 from tests.unit.cluster_jobs import of_size
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.machines import Machines, machine_of
 from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.launcher.outcome import End
 from tidegate.runtime.processes import Supervisor
-from tidegate.types import JobId
+from tidegate.types import JobId, NodeId
 
 JOB = JobId("one")
 COMMAND = "tidegate submit one.yaml"
@@ -97,3 +100,21 @@ async def test_a_stop_interrupts_a_launcher_in_order(node: Node) -> None:
     end, message = await asyncio.wait_for(node.ended(), 60)
     assert end is End.INTERRUPTED
     assert "SIGTERM" in message
+
+
+async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun(node: Node, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca", "lab")
+    authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
+    far = machine_of("b", "127.0.0.1:1", [NodeId("a")])
+    machines = Machines("127.0.0.1", str(tmp_path / "operator"), "", (far,))
+    node.config = node.config.model_copy(
+        update={
+            "cluster": machines.section_of(node.config.cluster),
+            "runtime": node.config.runtime.model_copy(update={"gate_root": str(tmp_path / "gates")}),
+        }
+    )
+    await node.start(1, Treatment.FORCE)
+    end, message = await node.ended()
+    assert end is End.INTERRUPTED
+    assert "cluster.machines: b: " in message
+    assert not node.jobs.starts[JOB].has_begun

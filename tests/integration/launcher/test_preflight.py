@@ -26,6 +26,7 @@ from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights, masked
+from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import StoreContents
 from tidegate.runtime.cuda import cuda_fault
@@ -47,6 +48,14 @@ def test_a_job_with_more_cuda_slots_than_this_machine_has_devices_is_refused(tmp
     cluster = config.cluster.model_copy(update={"device": "cuda", "nodes": {"n0": num_slots}})
     assert re.match(r"cluster\.(device=cuda, but on this machine|nodes: n0 has )", cuda_fault(cluster))
     assert cuda_fault(config.cluster) == ""
+
+
+async def test_a_store_that_nobody_would_open_is_refused_outside_of_a_cluster(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"adopts_store": False})})
+    with pytest.raises(CannotStart, match=r"adopts_store=false: nobody would open .* leave it out"):
+        await check_job(RunRequest(config, Start.FRESH, "--resume", "--force"))
+    await check_job(RunRequest(config, Start.FRESH, "--resume", "--force", is_of_cluster=True))
 
 
 async def test_a_nats_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:

@@ -405,8 +405,8 @@ def test_a_host_memory_root_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "jobs").exists()
 
 
-def test_credentials_of_a_clusters_stores_are_in_the_folder_that_travels(tmp_path: Path) -> None:
-    memory, elsewhere = tmp_path / "memory", tmp_path / "shared"
+def test_credentials_for_nats_and_redis_travel_where_the_config_says_so(tmp_path: Path) -> None:
+    nats, redis = tmp_path / "nats", tmp_path / "redis"
     raw = small(tmp_path)
     raw["cluster"] = {
         "nodes": {"n0": 2, "n1": 1},
@@ -415,21 +415,24 @@ def test_credentials_of_a_clusters_stores_are_in_the_folder_that_travels(tmp_pat
         "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
         "machine_credentials": str(tmp_path),
     }
-    raw["runtime"] |= {"gate_root": str(tmp_path / "gates"), "host_memory_root": str(memory)}
-    for root in (memory / "cluster", elsewhere):
+    raw["runtime"]["gate_root"] = str(tmp_path / "gates")
+    for root in (nats, redis):
         for party in ("job", "scheduler"):
             (root / party).mkdir(parents=True)
-            (root / party / "credential.pem").write_text(party)
-    for job, root, has_travelled in (("near", memory / "cluster", True), ("own", elsewhere, False)):
+            (root / party / "credential.pem").write_text(f"{party} for {root.name}")
+    for job, travels in (("goes", True), ("stays", False)):
         raw["job"] = job
-        raw["servers"] = {f"{kind}_credentials": str(root) for kind in ("nats", "redis")}
+        raw["servers"] = {"nats_credentials": str(nats), "redis_credentials": str(redis), "credentials_travel": travels}
         config = parse_config(raw)
         with claim_folder(load_job(config), Start.FRESH, now_unix_s=0.0) as claim:
-            found = Path(claim.config.servers.nats_credentials)
-            assert claim.config.servers.redis_credentials == str(found)
-            assert found.is_relative_to(host_memory_folder(config)) is has_travelled
-            assert (found / "job" / "credential.pem").read_text() == "job"
+            servers = claim.config.servers
+            for found, own in ((servers.nats_credentials, nats), (servers.redis_credentials, redis)):
+                assert (found == str(own)) is not travels
+                assert (Path(found) / "job" / "credential.pem").read_text() == f"job for {own.name}"
             hosted = Hosted(claim.folder.config, NodeId("n1"), None, claim.folder.root / "log")
             files = hosted.start(host_memory_folder(config)).files
-            assert ("credentials/stores/job/credential.pem" in files) is has_travelled
-            assert not [path for path in files if "scheduler" in path]
+            own_files = {path: text for path, text in files.items() if not path.startswith("credentials/job/")}
+            expected = {
+                f"credentials/{kind}/job/credential.pem": f"job for {kind}".encode() for kind in ("nats", "redis")
+            }
+            assert own_files == (expected if travels else {}), "and nothing of the scheduler's"

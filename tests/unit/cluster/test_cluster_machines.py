@@ -44,9 +44,10 @@ def test_machines_survive_their_json() -> None:
 @pytest.mark.parametrize(
     ("name", "agent", "words"),
     [
-        ("b", "10.0.0.8", "'10.0.0.8' is not host:port, as 10.0.0.8:7400"),
-        ("b", "10.0.0.8:0", "is not host:port"),
-        ("b", ":7400", "is not host:port"),
+        ("b", "10.0.0.8", "'10.0.0.8' is no IPv4 address with a port, as 10.0.0.8:7400"),
+        ("b", "10.0.0.8:0", "is no IPv4 address with a port"),
+        ("b", "hostb:7400", "is no IPv4 address with a port"),
+        ("b", ":7400", "is no IPv4 address with a port"),
         ("a b", "10.0.0.8:7400", "machine a b: "),
     ],
 )

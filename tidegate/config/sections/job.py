@@ -312,6 +312,9 @@ class ServersSection(_Section):
     processes show them to the server. Empty: what the URL says. An embedded server takes the job's own."""
     redis_credentials: str = ""
     """The same for Redis, whose users have the passwords in these folders."""
+    credentials_travel: bool = False
+    """Whether the `job/` of both goes to other machines with the job. If not, they have it at the same path. A
+    credential that travels is read at the start alone."""
 
     def nats_credential(self, party: str) -> Path | None:
         """The folder of a party's credential."""

@@ -101,7 +101,13 @@ def test_a_job_whose_machine_is_away_for_long_goes_on_elsewhere_and_that_counts_
     nodes = {NodeId("n0"): 4, NodeId("n1"): 4}
     free, n0 = cluster_gpus({NodeId("n1"): 4}), frozenset([NodeId("n0")])
     step = next_step([running("a")], Cluster(nodes, free, {JobId("a"): Ran(1)}, lost=n0))
-    assert (step.stops, step.changed) == (("a",), ())
+    assert step.stops == ("a",)
+    (leaving,) = step.changed
+    assert (leaving.state, leaving.message) == (RUNNING, "is interrupted: the machine of its node n0 is away")
+    # The machine is back before the launcher has ended.
+    assert next_step([leaving], Cluster(nodes, free, {JobId("a"): Ran(1)})).stops == ("a",)
+    late = after([leaving], Cluster(nodes, free, {JobId("a"): Ran(1, End.INTERRUPTED)}))["a"]
+    assert (late.state, late.interruptions, late.leaves) == (PLACED, 0, "")
     there = Cluster(nodes, free, {JobId("a"): Ran(1, End.INTERRUPTED)}, lost=n0)
     moved = after([running("a")], there)["a"]
     assert (moved.state, moved.gpus, moved.interruptions) == (PLACED, free, 0)
@@ -109,6 +115,22 @@ def test_a_job_whose_machine_is_away_for_long_goes_on_elsewhere_and_that_counts_
     none_free = replace(there, free=cluster_gpus({NodeId("n0"): 4}))
     waits = after([running("a")], none_free)["a"]
     assert (waits.state, waits.message) == (QUEUED, "to go on, after: the machine of its node n0 is away")
+
+
+def test_a_cancelled_job_whose_machine_is_away_for_long_is_stopped_as_well() -> None:
+    """Its scheduler would wait there for processes to end."""
+    cancelled = replace(running("a"), is_cancelled=True)
+    step = next_step([cancelled], Cluster(NODES, (), {JobId("a"): Ran(1)}, lost={NodeId("n0")}))
+    assert (step.cancels, step.stops) == (("a",), ("a",))
+    assert not next_step([cancelled], cluster(a=Ran(1))).stops
+
+
+def test_a_start_that_has_not_begun_is_repeated_as_it_was_asked_for() -> None:
+    """One with --force, which has removed nothing yet, may not go on with what it should remove."""
+    before = replace(running("a"), treatment=Treatment.FORCE)
+    for has_begun, treatment in ((False, Treatment.FORCE), (True, Treatment.RESUME)):
+        found = after([before], cluster(a=Ran(1, End.INTERRUPTED, "away", has_begun=has_begun)))["a"]
+        assert (found.state, found.starts, found.treatment) == (PLACED, 2, treatment)
 
 
 def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> None:
@@ -123,12 +145,13 @@ def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> N
     step = next_step([before, waits], there())
     assert step.stops == ("a",)
     assert not step.cancels
-    assert [(each.job, each.gpus) for each in step.changed] == [("b", free[4:])], "the other node has room"
-    gone = after([before, *step.changed], there(End.INTERRUPTED))["a"]
+    assert [(each.job, each.gpus) for each in step.changed] == [("a", before.gpus), ("b", free[4:])]
+    before, waits = step.changed
+    gone = after([before, waits], there(End.INTERRUPTED))["a"]
     assert (gone.state, gone.treatment, gone.gpus) == (QUEUED, Treatment.RESUME, ())
     assert gone.interruptions == before.interruptions, "a drain is none"
     assert after([gone], there(End.INTERRUPTED))["a"].gpus == free[4:]
-    back = after([gone, *step.changed], there(End.INTERRUPTED, drained=frozenset()))["a"]
+    back = after([gone, waits], there(End.INTERRUPTED, drained=frozenset()))["a"]
     assert back.gpus == free[:4]
 
 
