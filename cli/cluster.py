@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from ipaddress import IPv4Address
@@ -42,7 +42,7 @@ from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.interfaces import interface_of
-from tidegate.types import GpuId, NodeId, node_of
+from tidegate.types import NodeId
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 UP_TIMEOUT_S = 60.0
@@ -53,7 +53,6 @@ ANSWER_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
-NODE_COLUMNS = ("node", "state", "slots", "free", "jobs", "message")
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -298,19 +297,6 @@ async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
     return cluster_pb2.ListClusterGpusResponse()
 
 
-async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:
-    """Takes a node away from the cluster's jobs, or gives it back. NoCluster."""
-    try:
-        async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-            answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
-    except NoCluster as error:
-        raise NoCluster(f"{error}; of a job name its GPUs or nodes too: tidegate drain {node} n0/3") from error
-    how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
-    row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
-    print(answer_text(row, f"node {node} {how}", form))
-    return 0
-
-
 async def cancelled(output_dir: Path, job: str) -> bool:
     """Cancels a job of the cluster. False: no cluster is up, or it does not have the job."""
     if not any(each.job == job and each.state != "ended" for each in await submissions(output_dir)):
@@ -318,32 +304,6 @@ async def cancelled(output_dir: Path, job: str) -> bool:
     async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
         await cluster.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=job))
     return True
-
-
-def node_rows(
-    there: cluster_pb2.ListClusterGpusResponse,
-    submissions: Iterable[cluster_pb2.Submission],
-    jobs: Collection[str] = (),
-) -> list[Row]:
-    """One row a node: its slots, those that no job has, and its jobs. `jobs`: only nodes of these."""
-    job_of = {gpu: each.job for each in submissions for gpu in each.gpus}
-    by_node: dict[NodeId, list[str]] = {}
-    for gpu in there.gpus:
-        # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
-        by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
-    away = {each.node: each for each in there.away}
-    rows: list[Row] = [
-        {
-            "node": node,
-            "state": "away" if node in away else "drained" if node in there.drained_nodes else "ready",
-            "slots": len(owners),
-            "free": 0 if node in away else owners.count(""),
-            "jobs": sorted({*filter(None, owners)}),
-            "message": f"for {away[node].seconds:.0f} s: {away[node].reason}" if node in away else "",
-        }
-        for node, owners in by_node.items()
-    ]
-    return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]
 
 
 def row_of(each: cluster_pb2.Submission) -> Row:

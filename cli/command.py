@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import backup, certs, cluster, job_commands, manual_arguments, manual_moves, scaling
+from cli import backup, certs, cluster, job_commands, manual_arguments, manual_moves, nodes, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -133,6 +133,8 @@ def _run(args: argparse.Namespace) -> int:
             between = "---\n" if form == "yaml" else ""
             return asyncio.run(watch(look, between=between) if args.watch else look())
         case "describe":
+            if args.node is not None:
+                return asyncio.run(nodes.describe_node(args.job, args.node, output_dir, form))
             return asyncio.run(job_commands.describe(args.job, output_dir, form))
         case "events":
             events = job_commands.events(args.job, Selection.of(args), output_dir, form, follow=args.follow)
@@ -150,7 +152,7 @@ def _run(args: argparse.Namespace) -> int:
         case "migrate":
             return asyncio.run(manual_moves.migrate(args.job, args.leaving, args.coming, output_dir, manner_of(args)))
         case "drain" if not args.targets:
-            return asyncio.run(cluster.drain_node(args.job, output_dir, form, undo=args.undo))
+            return asyncio.run(nodes.drain_node(args.job, output_dir, form, undo=args.undo))
         case "drain":
             return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
         case "why":
@@ -203,12 +205,14 @@ def _parser() -> Parser:
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
     get.add_argument("-w", "--watch", action="store_true", help="show it again as it changes, until Ctrl-C")
     for name, description in (
-        ("describe", "Show a job: its state, components, iterations and evaluations."),
+        ("describe", "Show a job: its state, components, iterations and evaluations. Or a node of a cluster."),
         ("events", "List the events of a job."),
         ("logs", "Print a job's logs."),
         ("cancel", "End a live job. Its checkpoints stay."),
     ):
         command(name, description).add_argument("job", metavar="JOB")
+    help_ = "of a cluster, after the word node: describe node n1"
+    commands.choices["describe"].add_argument("node", nargs="?", metavar="NODE", help=help_)
     which = commands.choices["logs"].add_mutually_exclusive_group()
     for parser_or_group in (commands.choices["events"], which):
         help_ = "continue with new lines as they come"

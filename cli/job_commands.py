@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cli import cluster, job_streams, jobs
+from cli import cluster, job_streams, jobs, nodes
 from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
@@ -59,8 +59,8 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
         return 0
     if what == "nodes":
-        rows = cluster.node_rows(await cluster.gpus(output_dir), await cluster.submissions(output_dir), names)
-        show(rows, cluster.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
+        rows = nodes.node_rows(await cluster.gpus(output_dir), await cluster.submissions(output_dir), names)
+        show(rows, nodes.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
         return 0
     folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []

@@ -105,7 +105,7 @@ class Agent:
             await closing.enter_async_context(self._servers)
             if far_nodes:
                 await self._open_fronts(closing)
-            servicer = NodeServicer(self._slots, gates, machines, version)
+            servicer = NodeServicer(self._slots, gates, machines, version, host_memory_root=self._memory.parent)
             descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
             served = Service(
                 descriptor,

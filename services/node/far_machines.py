@@ -32,7 +32,7 @@ from tidegate.launcher.preflight import machine_fault
 from tidegate.ownership.records import GateState
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
-from tidegate.types import node_of
+from tidegate.types import NodeId, node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
 
 ANSWER_S = 2.0
@@ -89,6 +89,18 @@ class FarMachines:
             for node in each.section.nodes
         ]
         return states, away
+
+    async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse | None:
+        """None: no other machine has the node. PeerUnavailable, PeerRefused."""
+        for each in self._far:
+            if node in each.section.nodes:
+                if each.stub is None:
+                    await self._connect(each)
+                found = await each.stub.GetMachine(machine_pb2.GetMachineRequest())
+                return cluster_pb2.GetNodeMachineResponse(
+                    name=each.section.name, agent=each.section.agent, machine=found
+                )
+        return None
 
     async def watch(self) -> None:
         """Asks for machines that are away, for ever."""

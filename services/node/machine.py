@@ -50,8 +50,9 @@ from tidegate.gate import Gate, GateState
 from tidegate.job import JobFolder
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
-from tidegate.machines import BEAT_S, LOST_S, fork_server_socket, versions
-from tidegate.runtime.interfaces import NotThisMachine, addresses_here, interface_of
+from tidegate.machines import BEAT_S, LOST_S, fork_server_socket
+from tidegate.runtime.interfaces import NotThisMachine, interface_of
+from tidegate.runtime.inventory import this_machine
 from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
@@ -75,9 +76,9 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         has_shared = bool(request.shared) and await asyncio.to_thread(Path(request.shared).is_file)
-        return machine_pb2.GetMachineResponse(
-            versions=versions(), user=os.getuid(), addresses=addresses_here(), has_shared=has_shared
-        )
+        found = this_machine(self._memories.root)
+        found.has_shared = has_shared
+        return found
 
     async def GetClock(self, request: machine_pb2.GetClockRequest, context: Any) -> machine_pb2.GetClockResponse:
         return machine_pb2.GetClockResponse(monotonic_ns=time.monotonic_ns())
@@ -178,17 +179,17 @@ class _JobMemories:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root.resolve()
+        self.root = root.resolve()
         self._users: Counter[Path] = Counter()
         self._files: dict[Path, Mapping[str, bytes]] = {}
 
     def check(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """ValueError for a folder that is not of this agent, or a file that is no credential."""
         own = re.compile(rf"tidegate-{os.getuid()}-[0-9a-f]+")
-        if folder.parent.resolve() != self._root or not own.fullmatch(folder.name):
+        if folder.parent.resolve() != self.root or not own.fullmatch(folder.name):
             raise ValueError(
                 f"the job's folder in host memory is {folder}, and this agent makes folders of user {os.getuid()} in "
-                f"{self._root}: give it the same --host-memory-root as runtime.host_memory_root, and the same user"
+                f"{self.root}: give it the same --host-memory-root as runtime.host_memory_root, and the same user"
             )
         for path in files:
             if folder / PurePosixPath(path).parent not in job_folders(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from services.node.far_machines import FarMachines
@@ -14,6 +15,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
+from tidegate.runtime.inventory import this_machine
 from tidegate.types import NodeId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -41,12 +43,21 @@ class Version:
 
 
 class NodeServicer(cluster_pb2_grpc.NodeServicer):
-    def __init__(self, slots: Slots, gates: Mapping[NodeId, Gate], machines: FarMachines, version: Version) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        gates: Mapping[NodeId, Gate],
+        machines: FarMachines,
+        version: Version,
+        *,
+        host_memory_root: Path,
+    ) -> None:
         """`gates`: of the nodes on this machine."""
         self._slots = slots
         self._gates = gates
         self._machines = machines
         self._version = version
+        self._host_memory_root = host_memory_root
         self.jobs: NodeJobs | None = None
         """Set before the first call."""
 
@@ -72,6 +83,12 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
             gates=map(encode_gate_state, (*own, *far)),
             away=away,
         )
+
+    async def GetMachineOfNode(
+        self, request: cluster_pb2.GetNodeMachineRequest, context: Any
+    ) -> cluster_pb2.GetNodeMachineResponse:
+        far = await self._machines.machine_of(NodeId(request.node))
+        return far or cluster_pb2.GetNodeMachineResponse(machine=this_machine(self._host_memory_root))
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
         config = JobConfig.from_json(request.config)

@@ -128,6 +128,8 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert len(json.loads(cluster.run("get", "gpus", "-o", "json"))) == 6
     (node,) = json.loads(cluster.run("get", "nodes", "-o", "json"))
     assert (node["node"], node["slots"]) == ("n0", 6)
+    assert "the machine that keeps the cluster: host " in cluster.run("describe", "node", "n0")
+    assert "no node 'n7': it has n0" in cluster.run("describe", "node", "n7", is_refused=True)
     for job in ("one", "two", "late"):
         cluster.until(job, state="finished")
     told = cluster.told()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.jobs import small_job
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
-from tests.two_machines import Lab, link_down, services_there
+from tests.two_machines import THERE, Lab, link_down, services_there
 from tidegate.json_text import parse_json
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
@@ -60,6 +60,9 @@ def test_jobs_wait_for_the_nodes_of_two_machines_and_have_the_weights_of_one(lab
             assert_trained(lab, name, want_checksum)
             assert [*placements(lab, name)] == ["n0+n1"]
         until(lab, "nodes", "n1", state="ready", free=4)
+        there = lab.tidegate("describe", "node", "n1")["machine"]
+        assert there["name"] == "b"
+        assert THERE in there["addresses"]
     assert not services_there()
 
 

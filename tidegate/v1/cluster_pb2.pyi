@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from tidegate.v1 import control_pb2 as _control_pb2
 from tidegate.v1 import events_pb2 as _events_pb2
+from tidegate.v1 import machine_pb2 as _machine_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -225,6 +226,53 @@ class NodeAway(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeAway: _TypeAlias = NodeAway  # noqa: Y015
+
+@_typing.final
+class GetNodeMachineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNodeMachineRequest: _TypeAlias = GetNodeMachineRequest  # noqa: Y015
+
+@_typing.final
+class GetNodeMachineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty for the machine that keeps the cluster."""
+    agent: _builtins.str
+    """Where its agent listens; empty as above."""
+    @_builtins.property
+    def machine(self) -> _machine_pb2.GetMachineResponse: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        machine: _machine_pb2.GetMachineResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["machine", b"machine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "machine", b"machine", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetNodeMachineResponse: _TypeAlias = GetNodeMachineResponse  # noqa: Y015
 
 @_typing.final
 class DrainNodeRequest(_message.Message):

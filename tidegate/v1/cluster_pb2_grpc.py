@@ -49,6 +49,11 @@ class ClusterStub:
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
                 _registered_method=True)
+        self.GetNodeMachine = channel.unary_unary(
+                '/tidegate.v1.Cluster/GetNodeMachine',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.FromString,
+                _registered_method=True)
         self.DrainNode = channel.unary_unary(
                 '/tidegate.v1.Cluster/DrainNode',
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
@@ -89,6 +94,13 @@ class ClusterServicer:
 
     def ListClusterGpus(self, request, context):
         """The ownership map: all GPUs of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetNodeMachine(self, request, context):
+        """The machine of a node, as it is now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,6 +152,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListClusterGpus,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.SerializeToString,
+            ),
+            'GetNodeMachine': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNodeMachine,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.SerializeToString,
             ),
             'DrainNode': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainNode,
@@ -243,6 +260,33 @@ class Cluster:
             '/tidegate.v1.Cluster/ListClusterGpus',
             tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusRequest.SerializeToString,
             tidegate_dot_v1_dot_cluster__pb2.ListClusterGpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNodeMachine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Cluster/GetNodeMachine',
+            tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -371,6 +415,11 @@ class NodeStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetMachineOfNode = channel.unary_unary(
+                '/tidegate.v1.Node/GetMachineOfNode',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.FromString,
+                _registered_method=True)
         self.GetNode = channel.unary_unary(
                 '/tidegate.v1.Node/GetNode',
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeRequest.SerializeToString,
@@ -390,6 +439,13 @@ class NodeStub:
 
 class NodeServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def GetMachineOfNode(self, request, context):
+        """Of any node of the cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetNode(self, request, context):
         """What the machine has, and what became of the jobs that it was asked to start.
@@ -415,6 +471,11 @@ class NodeServicer:
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetMachineOfNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMachineOfNode,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.SerializeToString,
+            ),
             'GetNode': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNode,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.GetNodeRequest.FromString,
@@ -440,6 +501,33 @@ def add_NodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Node:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetMachineOfNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Node/GetMachineOfNode',
+            tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.GetNodeMachineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetNode(request,

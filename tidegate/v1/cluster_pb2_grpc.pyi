@@ -36,6 +36,8 @@ class ClusterStub:
     ListSubmissions: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]
     ListClusterGpus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]
     """The ownership map: all GPUs of the cluster."""
+    GetNodeMachine: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]
+    """The machine of a node, as it is now."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]
     """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
@@ -55,6 +57,8 @@ class ClusterAsyncStub(ClusterStub):
     ListSubmissions: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSubmissionsRequest, _cluster_pb2.ListSubmissionsResponse]  # type: ignore[assignment]
     ListClusterGpus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListClusterGpusRequest, _cluster_pb2.ListClusterGpusResponse]  # type: ignore[assignment]
     """The ownership map: all GPUs of the cluster."""
+    GetNodeMachine: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]  # type: ignore[assignment]
+    """The machine of a node, as it is now."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
@@ -89,6 +93,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ListClusterGpusResponse, _abc.Awaitable[_cluster_pb2.ListClusterGpusResponse]]:
         """The ownership map: all GPUs of the cluster."""
+
+    @_abc_1.abstractmethod
+    def GetNodeMachine(
+        self,
+        request: _cluster_pb2.GetNodeMachineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetNodeMachineResponse, _abc.Awaitable[_cluster_pb2.GetNodeMachineResponse]]:
+        """The machine of a node, as it is now."""
 
     @_abc_1.abstractmethod
     def DrainNode(
@@ -131,6 +143,8 @@ class NodeStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> NodeAsyncStub: ...
+    GetMachineOfNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]
+    """Of any node of the cluster."""
     GetNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeRequest, _cluster_pb2.GetNodeResponse]
     """What the machine has, and what became of the jobs that it was asked to start."""
     StartJob: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StartJobRequest, _cluster_pb2.StartJobResponse]
@@ -141,6 +155,8 @@ class NodeStub:
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetMachineOfNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]  # type: ignore[assignment]
+    """Of any node of the cluster."""
     GetNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeRequest, _cluster_pb2.GetNodeResponse]  # type: ignore[assignment]
     """What the machine has, and what became of the jobs that it was asked to start."""
     StartJob: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StartJobRequest, _cluster_pb2.StartJobResponse]  # type: ignore[assignment]
@@ -149,6 +165,14 @@ class NodeAsyncStub(NodeStub):
     """Ends a job that runs, and does nothing where none does."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def GetMachineOfNode(
+        self,
+        request: _cluster_pb2.GetNodeMachineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetNodeMachineResponse, _abc.Awaitable[_cluster_pb2.GetNodeMachineResponse]]:
+        """Of any node of the cluster."""
+
     @_abc_1.abstractmethod
     def GetNode(
         self,

@@ -67,9 +67,17 @@ class GetMachineResponse(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     HAS_SHARED_FIELD_NUMBER: _builtins.int
+    HOSTNAME_FIELD_NUMBER: _builtins.int
+    NUM_CORES_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_ROOT_FIELD_NUMBER: _builtins.int
     user: _builtins.int
     has_shared: _builtins.bool
     """Whether the file that was asked for is there."""
+    hostname: _builtins.str
+    num_cores: _builtins.float
+    host_memory_root: _builtins.str
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By package."""
@@ -78,6 +86,12 @@ class GetMachineResponse(_message.Message):
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """IPv4 addresses of its interfaces."""
 
+    @_builtins.property
+    def memory(self) -> Global___Memory: ...
+    @_builtins.property
+    def host_memory(self) -> Global___Memory:
+        """The file system in memory in which jobs have their folders."""
+
     def __init__(
         self,
         *,
@@ -85,14 +99,41 @@ class GetMachineResponse(_message.Message):
         user: _builtins.int = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         has_shared: _builtins.bool = ...,
+        hostname: _builtins.str = ...,
+        num_cores: _builtins.float = ...,
+        memory: Global___Memory | None = ...,
+        host_memory: Global___Memory | None = ...,
+        host_memory_root: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_memory", b"host_memory", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "has_shared", b"has_shared", "user", b"user", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetMachineResponse: _TypeAlias = GetMachineResponse  # noqa: Y015
+
+@_typing.final
+class Memory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    available_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Memory: _TypeAlias = Memory  # noqa: Y015
 
 @_typing.final
 class GetClockRequest(_message.Message):

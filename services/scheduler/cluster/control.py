@@ -85,11 +85,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         gpus = gpu_statuses(await self._loop.gpus())
         return cluster_pb2.ListClusterGpusResponse(gpus=gpus, drained_nodes=drained, away=self._loop.away)
 
+    async def GetNodeMachine(
+        self, request: cluster_pb2.GetNodeMachineRequest, context: Any
+    ) -> cluster_pb2.GetNodeMachineResponse:
+        return await self._loop.machine_of(self._known(request.node))
+
     async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, context: Any) -> cluster_pb2.DrainNodeResponse:
-        node, there = NodeId(request.node), self._cluster.slots.nodes
-        if node not in there:
-            raise UnknownNode(f"the cluster has no node {request.node!r}: it has {', '.join(there)}")
-        drained = await self._loop.drain(node, undo=request.undo)
+        drained = await self._loop.drain(self._known(request.node), undo=request.undo)
         return cluster_pb2.DrainNodeResponse(drained_nodes=sorted(drained))
 
     async def CancelSubmission(
@@ -105,6 +107,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             return replace(known, is_cancelled=True)
 
         return cluster_pb2.CancelSubmissionResponse(submission=_encoded(await self._loop.change(job, cancelled)))
+
+    def _known(self, name: str) -> NodeId:
+        node, there = NodeId(name), self._cluster.slots.nodes
+        if node not in there:
+            raise UnknownNode(f"the cluster has no node {name!r}: it has {', '.join(there)}")
+        return node
 
     async def BackUpJobs(
         self, request: cluster_pb2.BackUpJobsRequest, context: Any

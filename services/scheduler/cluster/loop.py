@@ -118,6 +118,10 @@ class ClusterLoop:
         self._wake.set()
         return await self.drained()
 
+    async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse:
+        """What its machine has. PeerUnavailable, PeerRefused: it does not answer."""
+        return await self._agent.GetMachineOfNode(cluster_pb2.GetNodeMachineRequest(node=node))
+
     async def gpus(self) -> dict[GpuId, GpuRecord]:
         """The ownership map. As `change` for a store that does not answer."""
         return await self._once_open(self.store.gpus)

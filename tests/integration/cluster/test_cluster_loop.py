@@ -60,6 +60,11 @@ class Machine(cluster_pb2_grpc.NodeServicer):
             away=self.away_nodes,
         )
 
+    async def GetMachineOfNode(
+        self, request: cluster_pb2.GetNodeMachineRequest, context: Any
+    ) -> cluster_pb2.GetNodeMachineResponse:
+        return cluster_pb2.GetNodeMachineResponse(name=f"of {request.node}")
+
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
         self.starts[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
         self.was_asked.set()

@@ -26,6 +26,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.codec import encode_gate_state
 from tidegate.gate import Gate, GateState
 from tidegate.machines import versions
+from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import LOOPBACK, GpuId, Grant, NodeId, Token
 from tidegate.v1 import cluster_pb2, machine_pb2, machine_pb2_grpc
@@ -195,11 +196,11 @@ async def test_who_asks_for_gates_waits_for_no_machine_that_is_away(lab: Lab) ->
 
 async def test_a_machine_of_another_version_is_away_and_says_which(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     own = versions()
-    monkeypatch.setattr("services.node.machine.versions", lambda: own | {"torch": "0.1"})
+    monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: own | {"torch": "0.1"})
     async with watched(lab.look(lab.b)) as seen:
         await lab.changes.get()
         assert "cluster.machines: b has torch 0.1" in (await lab.away(seen))["n1"]
-        monkeypatch.setattr("services.node.machine.versions", lambda: own)
+        monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: own)
         await lab.changes.get()
         assert not await lab.away(seen)
 
@@ -237,10 +238,17 @@ async def test_the_agents_answer_has_the_gates_of_all_machines_and_names_those_t
             await lab.changes.get()
         own = Gate(lab.folder / "own" / "n0")
         held = [own.acquire(replace(HELD, gpu=GpuId("n0/1"))), Gate(lab.folder / "gates" / N1).acquire(HELD)]
-        servicer = NodeServicer(SLOTS, {NodeId("n0"): own}, seen, Version(1))
+        servicer = NodeServicer(SLOTS, {NodeId("n0"): own}, seen, Version(1), host_memory_root=lab.folder)
         servicer.jobs = NodeJobs(ClusterFolder.of(lab.folder), Supervisor(), prepare=None, leave=None, changed=None)  # type: ignore[arg-type]  # no job is started
         answer = await servicer.GetNode(cluster_pb2.GetNodeRequest(), None)
         assert sorted(state.gpu for state in answer.gates if state.held) == ["n0/1", "n1/0"]
         assert [each.node for each in answer.away] == ["n2"]
+        far = await servicer.GetMachineOfNode(cluster_pb2.GetNodeMachineRequest(node="n1"), None)
+        assert (far.name, far.agent, dict(far.machine.versions)) == ("b", lab.b.endpoint, versions())
+        near = (await servicer.GetMachineOfNode(cluster_pb2.GetNodeMachineRequest(node="n0"), None)).machine
+        assert near.host_memory_root == str(lab.folder)
+        assert near.memory.total_bytes > near.memory.available_bytes > 0
+        with pytest.raises(PeerUnavailable):
+            await servicer.GetMachineOfNode(cluster_pb2.GetNodeMachineRequest(node="n2"), None)
         for each in held:
             each.close()

@@ -390,7 +390,7 @@ async def test_a_job_cannot_ask_an_agent(lab: Lab) -> None:
 
 async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await check_machines(lab.config().cluster)
-    monkeypatch.setattr(machine, "versions", lambda: {"torch": "0.0.1"})
+    monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: {"torch": "0.0.1"})
     with pytest.raises(CannotStart, match=r"cluster\.machines: b has t\S+ .*, and this one .*: install the same"):
         await check_machines(lab.config().cluster)
     monkeypatch.undo()

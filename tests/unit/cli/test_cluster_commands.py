@@ -34,6 +34,8 @@ from tests.unit.cli.configs import small
         ("up n1=8@b --machine b=h:1 --device cuda {far}", 2, "so far on cpu alone"),
         ("up n1=8@b --machine b=10.0.0.8:1 {far}", 2, "--address: no other machine reaches an address of loopback"),
         ("down", 1, "no cluster is up in"),
+        ("describe node n0", 1, "no cluster is up in {jobs}"),
+        ("describe job n0", 2, "describe takes one job, or a node as in describe node n0"),
         ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
         ("backup {jobs}/b.json", 1, "no cluster is up in {jobs}"),
         ("restore {config}", 2, "one.yaml is no backup that can be restored"),

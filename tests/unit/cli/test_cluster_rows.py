@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster import node_rows
 from cli.command import execute
+from cli.nodes import node_rows
 from tidegate.v1 import cluster_pb2, control_pb2
 
 

@@ -1,0 +1,113 @@
+"""The nodes of a cluster: `tidegate get nodes`, `describe node`, and `drain` for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from cli import cluster
+from cli.cluster import NoCluster, cluster_of
+from cli.rows import Form, Row, answer_text, written
+from cli.usage import BadUsage
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.types import GpuId, NodeId, node_of
+from tidegate.v1 import cluster_pb2, machine_pb2
+
+NODE_COLUMNS = ("node", "state", "slots", "free", "jobs", "message")
+_GIB = 2**30
+
+
+def node_rows(
+    there: cluster_pb2.ListClusterGpusResponse,
+    submissions: Iterable[cluster_pb2.Submission],
+    jobs: Collection[str] = (),
+) -> list[Row]:
+    """One row a node: its slots, those that no job has, and its jobs. `jobs`: only nodes of these."""
+    job_of = {gpu: each.job for each in submissions for gpu in each.gpus}
+    by_node: dict[NodeId, list[str]] = {}
+    for gpu in there.gpus:
+        # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
+        by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
+    away = {each.node: each for each in there.away}
+    rows: list[Row] = [
+        {
+            "node": node,
+            "state": "away" if node in away else "drained" if node in there.drained_nodes else "ready",
+            "slots": len(owners),
+            "free": 0 if node in away else owners.count(""),
+            "jobs": sorted({*filter(None, owners)}),
+            "message": f"for {away[node].seconds:.0f} s: {away[node].reason}" if node in away else "",
+        }
+        for node, owners in by_node.items()
+    ]
+    return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]
+
+
+async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:
+    """Takes a node away from the cluster's jobs, or gives it back. NoCluster."""
+    try:
+        async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+            answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
+    except NoCluster as error:
+        raise NoCluster(f"{error}; of a job name its GPUs or nodes too: tidegate drain {node} n0/3") from error
+    how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
+    row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
+    print(answer_text(row, f"node {node} {how}", form))
+    return 0
+
+
+async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> int:
+    """`describe node n1`. BadUsage, NoCluster, PeerUnavailable: its machine does not answer."""
+    if word != "node":
+        raise BadUsage(f"describe takes one job, or a node as in describe node {node}")
+    async with cluster_of(ClusterFolder.of(output_dir)) as stub:
+        there = await stub.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
+        found = await stub.GetNodeMachine(cluster_pb2.GetNodeMachineRequest(node=node))
+    (row,) = (each for each in node_rows(there, await cluster.submissions(output_dir)) if each["node"] == node)
+    description = {**row, "machine": _machine_row(found)}
+    if form is not Form.TABLE:
+        print(written(description, form))
+        return 0
+    jobs = ", ".join(row["jobs"]) or "none"
+    print(f"node {node}: {row['state']}, {row['free']} of {row['slots']} slots free, jobs: {jobs}")
+    if row["message"]:
+        print(f"away {row['message']}")
+    print(_machine_text(found))
+    return 0
+
+
+def _machine_row(found: cluster_pb2.GetNodeMachineResponse) -> Row:
+    there = found.machine
+    return {
+        "name": found.name,
+        "agent": found.agent,
+        "hostname": there.hostname,
+        "addresses": list(there.addresses),
+        "cores": there.num_cores,
+        "memory_bytes": there.memory.total_bytes,
+        "memory_available_bytes": there.memory.available_bytes,
+        "host_memory_root": there.host_memory_root,
+        "host_memory_bytes": there.host_memory.total_bytes,
+        "host_memory_available_bytes": there.host_memory.available_bytes,
+        "versions": dict(there.versions),
+    }
+
+
+def _machine_text(found: cluster_pb2.GetNodeMachineResponse) -> str:
+    there = found.machine
+    where = f"machine {found.name}, its agent at {found.agent}" if found.name else "the machine that keeps the cluster"
+    versions = ", ".join(
+        f"{package} {version or '(source tree)'}" for package, version in sorted(there.versions.items())
+    )
+    return "\n".join(
+        (
+            f"{where}: host {there.hostname}, {there.num_cores:g} cores",
+            f"memory {_told(there.memory)}; {there.host_memory_root} {_told(there.host_memory)}",
+            f"addresses {', '.join(there.addresses)}",
+            f"versions {versions}",
+        )
+    )
+
+
+def _told(memory: machine_pb2.Memory) -> str:
+    return f"{memory.total_bytes / _GIB:.1f} GiB, {memory.available_bytes / _GIB:.1f} available"
