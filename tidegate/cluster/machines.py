@@ -70,7 +70,7 @@ def host_of(agent: str) -> str:
     return agent.rpartition(":")[0]
 
 
-def _is_ipv4(text: str) -> bool:
+def is_ipv4(text: str) -> bool:
     try:
         IPv4Address(text)
     except ValueError:
@@ -81,7 +81,7 @@ def _is_ipv4(text: str) -> bool:
 def machine_of(name: str, agent: str, nodes: Collection[NodeId]) -> MachineSection:
     """ValueError where the name, or the agent's address, cannot be one."""
     host, _, port = agent.rpartition(":")
-    if not (_is_ipv4(host) and port.isdecimal() and 0 < int(port) < 2**16):
+    if not (is_ipv4(host) and port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(f"machine {name}: {agent!r} is no IPv4 address with a port, as 10.0.0.8:7400")
     try:
         Identity("any", Party.NODE, name)

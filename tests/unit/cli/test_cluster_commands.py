@@ -32,7 +32,11 @@ from tests.unit.cli.configs import small
         ),
         ("up n1=8@b --machine b=h {far}", 2, "machine b: 'h' is no IPv4 address with a port"),
         ("up n1=8@b --machine b=h:1 --device cuda {far}", 2, "so far on cpu alone"),
-        ("up n1=8@b --machine b=10.0.0.8:1 {far}", 2, "--address: no other machine reaches an address of loopback"),
+        (
+            "up n1=8@b --machine b=10.0.0.8:1 {far}",
+            2,
+            "--address: give an IPv4 address that the other machines reach, not 127.0.0.1",
+        ),
         ("down", 1, "no cluster is up in"),
         ("describe node n0", 1, "no cluster is up in {jobs}"),
         ("describe job n0", 2, "describe takes one job, or a node as in describe node n0"),
