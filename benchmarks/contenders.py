@@ -40,6 +40,8 @@ OWN = ("tide", "planned_once")
 """`planned_once` is `tide` without its later plans, and no rival of it."""
 STRONG = ("phases_ordered", "best_split", "planned_once")
 """Each has a figure of its own beside `tide`. A user would do one of the first two; the last is `tide`'s first plan."""
+DYNAMIC = ("rlinf", "rlinf_ordered", "rlinf_wait", "dynarl", "dynarl_priority")
+"""Other policies that move GPUs while the iteration runs."""
 
 
 def policies(scenario: Scenario) -> dict[str, Policy]:
@@ -74,6 +76,7 @@ def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
         **{f"{name}_vs_static": seconds["static"] / each for name, each in others.items() if name != "static"},
         **{f"tide_vs_{name}": seconds[name] / tide_s for name in ("static", *STRONG)},
         "tide_vs_best_other": min(others.values()) / tide_s,
+        "tide_vs_best_dynamic": min(others[name] for name in DYNAMIC) / tide_s,
         "tide_over_bound": seconds["tide"] / seconds["bound"],
         "bound_vs_best_other": min(others.values()) / seconds["bound"],
         "bound_vs_phases_ordered": seconds["phases_ordered"] / seconds["bound"],

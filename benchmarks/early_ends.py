@@ -29,7 +29,7 @@ from benchmarks.direct import simulate
 from benchmarks.iteration_grid import CELLS
 from benchmarks.report import Report, arguments, publish, spread
 from simulator.generation import after_rollout_s
-from simulator.policies import policies_of
+from simulator.policies import BY_RATE, policies_of
 from simulator.probing import WAYS
 from simulator.rounds import METHODS, tally_of
 from simulator.scenario import Scenario, load_scenario
@@ -70,7 +70,6 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     ),
 }
 GOALS = {"tide_vs_tail_batching": ">= 1.05", "tide_vs_probed": ">= 1.05"}
-RIVALS = ("tail_batching", "partial", "dropped", "probed")
 
 
 def main() -> int:
@@ -82,7 +81,7 @@ def main() -> int:
         futures = [pool.submit(case_of, name, num, seed) for name, seed in settings]
     cases = [each.result() for each in futures]
     figures: dict[str, float] = {}
-    for method in RIVALS:
+    for method in BY_RATE:
         over = spread([case["tide"] / case[method] for case in cases])
         key = f"tide_vs_{method}"
         figures |= {key: over["median"], f"{key}_min": over["min"], f"{key}_max": over["max"]}

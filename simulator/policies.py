@@ -19,6 +19,8 @@ from simulator.job_spec import job_of
 from simulator.scenario import Scenario, ScenarioError
 from tidegate.config.sections.scheduler import SchedulerSection
 
+BY_RATE = ("tail_batching", "partial", "dropped", "probed")
+"""Methods of `simulator.rounds` and `simulator.probing`, which are no policies."""
 _LEAST_LIKENESS = 0.5
 """The smallest ratio of difflib for a hint. Below it two names share only a few letters."""
 
@@ -86,6 +88,11 @@ def policies_by_name(names: Sequence[str], section: SchedulerSection, spec: JobS
 
 def _check_names(names: Sequence[str]) -> None:
     for name in names:
+        if name in BY_RATE:
+            raise ScenarioError(
+                f"{name} is no policy: it changes what an iteration trains, or the order within groups; "
+                "`python -m benchmarks.early_ends` compares it by its rate"
+            )
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=_LEAST_LIKENESS)
             hint = f"; the nearest is {near[0]!r}" if near else ""

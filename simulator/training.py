@@ -95,7 +95,6 @@ class Trainer:
         self.held_until_s = 0.0
         self.closes_at_s: float | None = None
         """The end of the open minibatch, known once its last group is taken."""
-        """The end of the portion that is trained."""
         self._num_bundles = 0
         """The bundles of the open minibatch."""
         self._busy: Due | None = None

@@ -129,6 +129,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["--policy", "dynrl"],
         "no policy is called 'dynrl'; the nearest is 'dynarl'",
     ),
+    "a method that is no policy": (["--compare", "tide,probed"], "`python -m benchmarks.early_ends` compares it"),
     "an unknown policy among several": (["--compare", "static,flood"], "no policy is called 'flood' (known: static, "),
     "an unknown baseline names the nearest": (
         ["--compare", "phases,best_spilt"],
