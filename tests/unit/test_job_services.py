@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.unit.cli.configs import small
+from tests.unit.cli.configs import small, small_over_two_machines
 from tidegate.config.job_config import parse_config
 from tidegate.job import JobFolder
 from tidegate.launcher.services import JobServices
@@ -37,15 +37,7 @@ def test_a_job_on_cpus_sees_no_device_and_its_instances_know_their_fork_servers(
 
 
 def test_a_node_on_another_machine_has_stand_ins_here(tmp_path: Path) -> None:
-    raw = small(tmp_path)
-    raw["cluster"] = {
-        "nodes": {"n0": 2, "n1": 1},
-        "component_placement": {"actor": 0, "rollout": 1, "inference": 2},
-        "addresses": {"n0": "127.0.0.2", "n1": "127.0.0.3"},
-        "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
-        "machine_credentials": str(tmp_path),
-    }
-    raw["runtime"]["gate_root"] = str(tmp_path / "gates")
+    raw = small_over_two_machines(tmp_path)
     config = parse_config(raw)
     services = JobServices(config, JobFolder.of(config), sockets=tmp_path, boot=1)
     stand_ins = {spec.name: spec for spec in services.specs() if "tidegate.runtime.hosted" in spec.command}

@@ -34,6 +34,20 @@ def small(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return raw | changes
 
 
+def small_over_two_machines(tmp_path: Path) -> dict[str, Any]:
+    """Its node n1 is on machine b."""
+    raw = small(tmp_path)
+    raw["cluster"] = {
+        "nodes": {"n0": 2, "n1": 1},
+        "component_placement": {"actor": 0, "rollout": 1, "inference": 2},
+        "addresses": {"n0": "127.0.0.2", "n1": "127.0.0.3"},
+        "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
+        "machine_credentials": str(tmp_path),
+    }
+    raw["runtime"]["gate_root"] = str(tmp_path / "gates")
+    return raw
+
+
 def small_config(tmp_path: Path, **changes: Any) -> JobConfig:
     return parse_config(small(tmp_path, **changes))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.configs import small, small_config, small_file
+from tests.unit.cli.configs import small_config, small_file, small_over_two_machines
 from tests.unit.cli.configs_on_data import RIGHT, on_data
 from tidegate.attempts import attempts_in, newest_attempt
 from tidegate.config.files import load_config
@@ -407,15 +407,7 @@ def test_a_host_memory_root_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_credentials_for_nats_and_redis_travel_where_the_config_says_so(tmp_path: Path) -> None:
     nats, redis = tmp_path / "nats", tmp_path / "redis"
-    raw = small(tmp_path)
-    raw["cluster"] = {
-        "nodes": {"n0": 2, "n1": 1},
-        "component_placement": {"actor": 0, "rollout": 1, "inference": 2},
-        "addresses": {"n0": "127.0.0.2", "n1": "127.0.0.3"},
-        "machines": [{"name": "b", "agent": "127.0.0.3:7400", "nodes": ["n1"]}],
-        "machine_credentials": str(tmp_path),
-    }
-    raw["runtime"]["gate_root"] = str(tmp_path / "gates")
+    raw = small_over_two_machines(tmp_path)
     for root in (nats, redis):
         for party in ("job", "scheduler"):
             (root / party).mkdir(parents=True)
