@@ -8,6 +8,9 @@ All policies are told the same wrong values (`WRONGS`); the iteration and its me
 A case is one wrong telling under one law of physics: the computed one, and the one fitted to the published iteration.
 `worst_told_wrong` and `worst_vs_X` are the worst case's median over the seeds. The other figures are medians over the
 cases, with `_min` and `_max` the range over cases and seeds. Nothing was chosen on the seeds.
+
+`tide` compares spreads and medians by factors of two, which are those of `WRONGS`. So the cases of `BETWEEN` have other
+factors, and figures of their own: those that begin with `between_`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,14 @@ WRONGS: Mapping[str, Wrong] = {
     "spreads x0.5, hints of other prompts, trainer x1.3": Wrong(sigma=0.5, are_hints_shuffled=True, trainer=1.3),
     "spreads x2, median x0.5, decoding x0.7": Wrong(sigma=2.0, median=0.5, decode=0.7),
     "median x2, trainer x0.7, decoding x1.3": Wrong(median=2.0, trainer=0.7, decode=1.3),
+}
+BETWEEN: Mapping[str, Wrong] = {
+    "spreads x0.7": Wrong(sigma=0.7),
+    "spreads x1.5": Wrong(sigma=1.5),
+    "median x0.7": Wrong(median=0.7),
+    "median x1.5": Wrong(median=1.5),
+    "spreads x0.7, hints of other prompts, trainer x1.15": Wrong(sigma=0.7, are_hints_shuffled=True, trainer=1.15),
+    "spreads x1.5, median x0.7, decoding x0.85": Wrong(sigma=1.5, median=0.7, decode=0.85),
 }
 GOALS = {"worst_told_wrong": "<= 1.06", "worst_vs_dynarl": ">= 1.0"}
 
@@ -81,20 +92,25 @@ def figures_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def main() -> int:
     options = arguments("tide where the world is not as told, simulated.")
     laws = dict(list(LAWS.items())[:1]) if options.quick else LAWS
+    wrongs = WRONGS if options.quick else {**WRONGS, **BETWEEN}
     seeds = SEEDS[:1] if options.quick else SEEDS
     with ProcessPoolExecutor() as pool:
         futures = {
-            law: [pool.submit(seconds_of, load_scenario(path), seed) for seed in seeds] for law, path in laws.items()
+            law: [pool.submit(seconds_of, load_scenario(path), seed, wrongs) for seed in seeds]
+            for law, path in laws.items()
         }
-    cases = []
+    cases: dict[str, list[dict[str, Any]]] = {"": [], "between_": []}
     for law, each in futures.items():
         by_seed = [future.result() for future in each]
-        cases += [case_of(f"{law}: {name}", [rows[name] for rows in by_seed]) for name in WRONGS]
+        for name in wrongs:
+            case = case_of(f"{law}: {name}", [rows[name] for rows in by_seed])
+            cases["" if name in WRONGS else "between_"].append(case)
+    figures = {prefix + key: value for prefix, own in cases.items() if own for key, value in figures_of(own).items()}
     report = Report(
         name="told_wrong",
-        figures=figures_of(cases),
+        figures=figures,
         goals=GOALS,
-        cases=cases,
+        cases=[case for own in cases.values() for case in own],
         against="tide told right, and other policies told the same, on the same lengths",
     )
     return publish(report, options)
