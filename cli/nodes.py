@@ -59,7 +59,10 @@ async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> 
 async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> int:
     """`describe node n1`. BadUsage, NoCluster, PeerUnavailable: its machine does not answer."""
     if word != "node":
-        raise BadUsage(f"describe takes one job, or a node as in describe node {node}")
+        raise BadUsage(
+            f"describe takes no {node}; `tidegate describe --help` lists the arguments: a job, or a node as in describe "
+            "node n0"
+        )
     async with cluster_of(ClusterFolder.of(output_dir)) as stub:
         there = await stub.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
         found = await stub.GetNodeMachine(cluster_pb2.GetNodeMachineRequest(node=node))

@@ -4,7 +4,7 @@ A machine is away until it has answered and is as this one. One that does not an
 then on. Those that are away are asked again, `AGAIN_S` after the last answer or silence.
 
 Invariants:
-- A machine's gates are told, or its nodes are named as away. [test_far_machines: that_is_away]
+- A machine's gates are told, or its nodes are named as away. [test_far_machines: that_is_away_has_no_gates]
   [test_far_machines: comes_back_while_another]
 - A machine tells of no other's gates. [test_far_machines: of_another_machine]
 - A machine that is not as this one is away, with the reason. [test_far_machines: of_another_version]

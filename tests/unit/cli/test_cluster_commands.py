@@ -39,7 +39,7 @@ from tests.unit.cli.configs import small
         ),
         ("down", 1, "no cluster is up in"),
         ("describe node n0", 1, "no cluster is up in {jobs}"),
-        ("describe job n0", 2, "describe takes one job, or a node as in describe node n0"),
+        ("describe job n0", 2, "describe takes no n0; `tidegate describe --help` lists the arguments"),
         ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
         ("backup {jobs}/b.json", 1, "no cluster is up in {jobs}"),
         ("restore {config}", 2, "one.yaml is no backup that can be restored"),
