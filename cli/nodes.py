@@ -60,8 +60,8 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
     """`describe node n1`. BadUsage, NoCluster, PeerUnavailable: its machine does not answer."""
     if word != "node":
         raise BadUsage(
-            f"describe takes no {node}; `tidegate describe --help` lists the arguments: a job, or a node as in describe "
-            "node n0"
+            f"describe takes no {node}; `tidegate describe --help` lists the arguments: a job, or a node as in "
+            "describe node n0"
         )
     async with cluster_of(ClusterFolder.of(output_dir)) as stub:
         there = await stub.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())

@@ -19,7 +19,7 @@ Invariants:
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
-- Nor does one whose machine is away for long. [test_queue: machine_is_away_for_long]
+- Nor does one whose machine is away for long. [test_queue: job_whose_machine_is_away_for_long_goes_on]
 - A start that has not begun is repeated as it was asked for. [test_queue: has_not_begun]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
 - What an ended job has in NATS and Redis goes, once no process of it lives. [test_queue: is_cleared_once]
