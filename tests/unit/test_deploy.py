@@ -1,28 +1,75 @@
-"""The systemd unit of an agent."""
+"""The systemd units of an agent and of a cluster."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from cli.cluster import machines_of, nodes_of
 from cli.command import _parse, _parser
+from cli.usage import BadUsage
 
-UNIT = Path(__file__).resolve().parents[2] / "deploy" / "tidegate-agent@.service"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+AGENT, CLUSTER = (DEPLOY / f"tidegate-{name}@.service" for name in ("agent", "cluster"))
+
+
+def command_of(unit: Path, **variables: str) -> list[str]:
+    """As systemd splits it: a variable without braces is several words."""
+    (command,) = re.findall(r"^ExecStart=/opt/tidegate/bin/tidegate (.*)$", unit.read_text(), re.MULTILINE)
+    words: list[str] = []
+    for word in command.split():
+        name = word.strip("${}")
+        words += [word] if "$" not in word else [variables[name]] if "{" in word else variables[name].split()
+    return words
+
+
+def environment(*, with_machines: bool) -> dict[str, str]:
+    """What cluster.env says, or with the line for other machines."""
+    lines = (DEPLOY / "cluster.env").read_text().splitlines()
+    found = dict(line.partition("=")[::2] for line in lines if line[:1].isupper())
+    if with_machines:
+        found |= dict(line.removeprefix("# ").partition("=")[::2] for line in lines if line.startswith("# OPTIONS"))
+        (found["NODES"],) = (part for line in lines for part in re.findall(r'NODES=("n0=8 n1.*?")', line))
+    return {name: shlex.split(value)[0] for name, value in found.items()}
 
 
 def test_the_unit_starts_an_agent_as_the_command_takes_it() -> None:
-    (command,) = re.findall(r"^ExecStart=/opt/tidegate/bin/tidegate (.*)$", UNIT.read_text(), re.MULTILINE)
-    args = _parse(_parser(), command.replace("${LISTEN}", "10.0.0.8:7400").split())
+    args = _parse(_parser(), command_of(AGENT, LISTEN="10.0.0.8:7400"))
     assert (args.command, args.listen, args.credentials) == ("agent", "10.0.0.8:7400", Path("/etc/tidegate/node"))
 
 
+def test_the_unit_starts_a_cluster_as_the_command_takes_it() -> None:
+    args = _parse(_parser(), command_of(CLUSTER, **environment(with_machines=False)))
+    assert (args.command, args.node, args.foreground) == ("up", ["n0=8"], True)
+    assert machines_of(args, nodes_of(args.node)[1]).far == ()
+
+
+def test_the_example_of_other_machines_lacks_only_the_machine() -> None:
+    args = _parse(_parser(), command_of(CLUSTER, **environment(with_machines=True)))
+    machine_by_node = nodes_of(args.node)[1]
+    assert machine_by_node == {"n1": "b"}
+    with pytest.raises(BadUsage, match=r"10\.0\.0\.7 is no address of this machine"):
+        machines_of(args, machine_by_node)
+
+
+def test_both_units_are_hardened_alike_and_keep_gates_in_the_same_place() -> None:
+    agent, cluster = (unit.read_text().partition("LimitNOFILE")[2] for unit in (AGENT, CLUSTER))
+    assert agent == cluster
+    assert "StateDirectory=tidegate tidegate/gates\n" in agent
+    assert "--gate-root /var/lib/tidegate/gates" in environment(with_machines=True)["OPTIONS"]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="it needs systemd-analyze")
-def test_systemd_finds_no_fault_in_the_unit_but_a_program_that_is_not_installed_here(tmp_path: Path) -> None:
-    unit = tmp_path / "tidegate-agent@root.service"
-    unit.write_text(UNIT.read_text().replace("/opt/tidegate/bin/tidegate", "/bin/true"))
+@pytest.mark.parametrize("source", [AGENT, CLUSTER], ids=["agent", "cluster"])
+def test_systemd_finds_no_fault_in_a_unit_but_a_program_that_is_not_installed_here(
+    source: Path, tmp_path: Path
+) -> None:
+    unit = tmp_path / source.name.replace("@", "@root")
+    unit.write_text(source.read_text().replace("/opt/tidegate/bin/tidegate", "/bin/true"))
     found = subprocess.run(["systemd-analyze", "verify", unit], stderr=subprocess.PIPE, text=True, check=False)
     assert (found.returncode, found.stderr) == (0, "")
