@@ -98,6 +98,8 @@ def _machine_row(found: cluster_pb2.GetNodeMachineResponse) -> Row:
 
 def _machine_text(found: cluster_pb2.GetNodeMachineResponse) -> str:
     there = found.machine
+    if not found.HasField("machine"):
+        return f"machine {found.name}, its agent at {found.agent}"
     where = f"machine {found.name}, its agent at {found.agent}" if found.name else "the machine that keeps the cluster"
     versions = ", ".join(
         f"{package} {version or '(source tree)'}" for package, version in sorted(there.versions.items())

@@ -91,15 +91,13 @@ class FarMachines:
         return states, away
 
     async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse | None:
-        """None: no other machine has the node. PeerUnavailable, PeerRefused."""
+        """Without what it has where it is away. None: no other machine has the node. PeerUnavailable, PeerRefused."""
         for each in self._far:
             if node in each.section.nodes:
-                if each.stub is None:
-                    await self._connect(each)
-                found = await each.stub.GetMachine(machine_pb2.GetMachineRequest())
-                return cluster_pb2.GetNodeMachineResponse(
-                    name=each.section.name, agent=each.section.agent, machine=found
-                )
+                found = cluster_pb2.GetNodeMachineResponse(name=each.section.name, agent=each.section.agent)
+                if not each.reason:
+                    found.machine.CopyFrom(await each.stub.GetMachine(machine_pb2.GetMachineRequest()))
+                return found
         return None
 
     async def watch(self) -> None:

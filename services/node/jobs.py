@@ -73,7 +73,8 @@ class NodeJobs:
         self._leave = leave
         self._changed = changed
         self._starts: dict[JobId, Start] = {}
-        self._stops: dict[JobId, asyncio.Task[None]] = {}
+        self._stops: dict[tuple[JobId, bool], asyncio.Task[None]] = {}
+        """By job, and whether it is for good: an orderly end may hang where a machine of the job is away."""
         self._one_at_a_time = asyncio.Lock()
         self._log = structlog.get_logger("agent")
 
@@ -113,11 +114,11 @@ class NodeJobs:
     def stop(self, job: JobId, *, cancels: bool) -> None:
         """Ends what runs of the job: for good, or so that it can go on. Returns at once."""
         known = self._starts.get(job)
-        if known is None or known.end is not None or job in self._stops:
+        if known is None or known.end is not None or (job, cancels) in self._stops:
             return
         task = asyncio.create_task(self._stopped(job, known, cancels=cancels), name=f"stop-{job}")
-        self._stops[job] = task
-        task.add_done_callback(lambda _: self._stops.pop(job, None))
+        self._stops[job, cancels] = task
+        task.add_done_callback(lambda _: self._stops.pop((job, cancels), None))
 
     async def _stopped(self, job: JobId, start: Start, *, cancels: bool) -> None:
         if cancels:

@@ -75,7 +75,7 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         self._log = structlog.get_logger("agent")
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
-        has_shared = bool(request.shared) and await asyncio.to_thread(Path(request.shared).is_file)
+        has_shared = bool(request.shared) and await asyncio.to_thread(_is_seen, Path(request.shared))
         found = this_machine(self._memories.root)
         found.has_shared = has_shared
         return found
@@ -249,6 +249,13 @@ def _write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def _is_seen(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # of another user
+        return False
+
+
 def _gate_states(root: Path, node: str) -> list[GateState]:
     """Of a node's gate, if it was ever passed. It makes nothing. ValueError where there is no folder for gates."""
     if not (root.is_absolute() and root.is_dir()):
@@ -333,6 +340,7 @@ def main(args: argparse.Namespace) -> int:
     configure_logging("agent", level="INFO")
     try:
         tls = Credentials(args.credentials)
+        this_machine(args.host_memory_root)
         if tls.identity.party is not Party.NODE:
             raise ConfigError(f"{args.credentials} is the credential of {tls.identity}: an agent's is of a node")
         asyncio.run(run(args.listen, tls, args.host_memory_root, args.log))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("systemd-nspawn") is None, reason="it needs systemd-nspawn (systemd-container)"),
 ]
 
-BOOTED = {"running", "degraded"}
 TIDEGATE = "runuser -u alice -- /opt/tidegate/bin/tidegate"
 JOBS = "/srv/tidegate/jobs"
 
@@ -35,17 +37,35 @@ class Container:
 
     def __init__(self, nspawn: subprocess.Popen[bytes]) -> None:
         self._nspawn = nspawn
-        self._leader = 0
+        self._leader, self._pidfd = 0, -1
+        """The container's systemd, by its pid here."""
 
     def boot(self) -> None:
-        """Until systemd there has started all units. Its first processes are others."""
-        while True:
+        """Until systemd there has started all units."""
+        while not self._leader:
             assert self._nspawn.poll() is None, "systemd-nspawn has ended"
-            self._leader = next((each.pid for each in psutil.Process(self._nspawn.pid).children()), 0)
-            with suppress(AssertionError):
-                if self.said("systemctl is-system-running || true") in BOOTED:
-                    return
-            time.sleep(0.2)
+            time.sleep(0.05)
+            self._leader = self._init()
+        self._pidfd = os.pidfd_open(self._leader)
+        self.until("systemctl is-system-running | grep -Eq 'running|degraded'")
+
+    def end(self) -> None:
+        """The end of the first process there ends all others. systemd-nspawn alone would leave them running."""
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            select.select([self._pidfd], [], [])
+            os.close(self._pidfd)
+        self._nspawn.kill()
+        self._nspawn.wait()
+
+    def _init(self) -> int:
+        """0: it is not there yet. The processes before it still have this machine's files."""
+        for each in psutil.Process(self._nspawn.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                status = Path(f"/proc/{each.pid}/status").read_text()
+                if each.name() == "systemd" and re.search(r"^NSpid:\t\d+\t1$", status, re.MULTILINE):
+                    return each.pid
+        return 0
 
     def said(self, script: str) -> str:
         command = ["nsenter", "-t", str(self._leader), "-a", "bash", "-ec", script]
@@ -72,8 +92,8 @@ def container() -> Iterator[Container]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    found = Container(nspawn)
     try:
-        found = Container(nspawn)
         found.boot()
         # The interpreter, and this repository's environment, may be in a home that only root can read.
         homes = {str(parent) for path in (Path(sys.executable).resolve(), REPOSITORY) for parent in path.parents}
@@ -83,9 +103,10 @@ def container() -> Iterator[Container]:
         found.said(f"cp {REPOSITORY}/deploy/cluster.env /etc/tidegate/")
         yield found
     finally:
-        nspawn.kill()
-        nspawn.wait()
+        found.end()
         os.rmdir(root)
+        # Its lock, which one that is killed leaves.
+        Path(root).with_name(f".#{Path(root).name}.lck").unlink(missing_ok=True)
 
 
 def test_a_cluster_that_systemd_keeps_trains_a_job_and_goes_on_after_its_agent_was_killed(container: Container) -> None:

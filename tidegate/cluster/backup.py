@@ -60,6 +60,7 @@ class BackedUpJob:
             # Its next start is no first one: it goes on where it finds a folder, and begins where it does not.
             starts=max(1, each.starts),
             message="restored from a backup",
+            leaves="",
         )
 
 

@@ -109,12 +109,12 @@ async def machine_fault(
     for package, own in versions().items():
         if own and there.versions[package] != own:
             return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"
-    if shared is not None and not there.has_shared:
-        return f"{key} has no {shared}: mount the disk with the jobs' folder there, at the same path"
     if there.user != os.getuid():
         return (
             f"{key}: its agent runs as user {there.user}, and this job as user {os.getuid()}: they have to be the same"
         )
+    if shared is not None and not there.has_shared:
+        return f"{key} has no {shared}: mount the disk with the jobs' folder there, at the same path"
     for node in machine.nodes:
         address = cluster.address_of(NodeId(node))
         if address not in there.addresses and not IPv4Address(address).is_loopback:

@@ -28,8 +28,13 @@ MOST_CONNECTIONS = 4096
 """A job has two for each of its processes, and one to a few for each of its services."""
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""A machine that is gone says nothing. Its connections end after a minute."""
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,
+}
+"""A machine that is gone says nothing. Its connections end after a minute, also with data on the way."""
 
 
 class Front:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.machines import Machines, machine_of
 from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
+from tidegate.job import JobFolder
 from tidegate.launcher.outcome import End
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
@@ -118,3 +120,22 @@ async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun
     assert end is End.INTERRUPTED
     assert "cluster.machines: b: " in message
     assert not node.jobs.starts[JOB].has_begun
+
+
+async def test_a_stop_ends_a_launcher_whose_orderly_end_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where a machine of a cancelled job is away."""
+    asked = asyncio.Event()
+
+    @asynccontextmanager
+    async def silent(folder: JobFolder) -> AsyncIterator[None]:
+        asked.set()
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr("services.node.jobs.control_of", silent)
+    await node.start(1)
+    node.jobs.stop(JOB, cancels=True)
+    await asked.wait()
+    node.jobs.stop(JOB, cancels=False)
+    end, message = await asyncio.wait_for(node.ended(), 60)
+    assert (end, "SIGTERM" in message) == (End.INTERRUPTED, True)
