@@ -127,9 +127,9 @@ def test_a_cluster_that_systemd_keeps_trains_a_job_and_goes_on_after_its_agent_w
 
 def test_an_agent_that_systemd_keeps_listens_and_is_started_again_after_it_was_killed(container: Container) -> None:
     certs = "/opt/tidegate/bin/tidegate certs"
-    container.said(f"{certs} init --authority /root/lab --cluster lab")
+    container.said(f"{certs} init --authority /etc/tidegate/ca --cluster lab")
     container.said(
-        f"{certs} issue node b --authority /root/lab --to /etc/tidegate/node; chown -R alice /etc/tidegate/node"
+        f"{certs} issue node b --authority /etc/tidegate/ca --to /etc/tidegate/node; chown -R alice /etc/tidegate/node"
     )
     container.said("echo LISTEN=127.0.0.1:7400 > /etc/tidegate/agent.env")
     container.said("systemctl daemon-reload; systemctl start tidegate-agent@alice")
