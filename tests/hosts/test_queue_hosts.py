@@ -40,6 +40,9 @@ def until_saved(lab: Lab, name: str) -> None:
 
 def assert_trained(lab: Lab, name: str, want_checksum: str) -> None:
     until(lab, "jobs", name, state="finished")
+    # Its scheduler has said so, and its launcher is about to write the result.
+    while not (lab.jobs / name / "result.json").exists():
+        time.sleep(LOOK_AGAIN_S)
     assert_all_was_trained_once(lab.jobs / name, summary_of(lab.jobs / name), want_checksum)
 
 

@@ -85,7 +85,9 @@ def container() -> Iterator[Container]:
     # systemd-nspawn takes no / itself. This one is in a mount namespace of its own, and goes with it: here the folder
     # stays empty, and can be removed.
     root = tempfile.mkdtemp()
-    command = f"mount --bind / {root} && exec systemd-nspawn -D {root} {options}"
+    # There /tmp is another one: this repository may be in it.
+    seen = f"--bind-ro={REPOSITORY} --bind-ro={sys.prefix}"
+    command = f"mount --bind / {root} && exec systemd-nspawn -D {root} {options} {seen}"
     nspawn = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", command],
         stdin=subprocess.DEVNULL,
@@ -97,7 +99,9 @@ def container() -> Iterator[Container]:
         found.boot()
         # The interpreter, and this repository's environment, may be in a home that only root can read.
         homes = {str(parent) for path in (Path(sys.executable).resolve(), REPOSITORY) for parent in path.parents}
-        found.said(f"useradd alice; chmod a+rx {' '.join(sorted(homes))}; ln -sfn {sys.prefix} /opt/tidegate")
+        found.said(
+            f"useradd alice; chmod -f a+rx {' '.join(sorted(homes))} || true; ln -sfn {sys.prefix} /opt/tidegate"
+        )
         found.said("mkdir -p /etc/tidegate /srv/tidegate; chown alice /srv/tidegate")
         found.said(f"cp {REPOSITORY}/deploy/*.service /etc/systemd/system/")
         found.said(f"cp {REPOSITORY}/deploy/cluster.env /etc/tidegate/")
