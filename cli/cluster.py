@@ -29,7 +29,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.machines import Machines, host_of, is_ipv4, machine_of
+from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
@@ -136,7 +136,7 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         raise BadUsage(f"--machine with --device {args.device}: so far on cpu alone")
     nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
     try:
-        far = tuple(machine_of(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
+        far = tuple(far_machine(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
         hosts = {"--address": args.address} | {f"--machine {each.name}": host_of(each.agent) for each in far}
         for option, host in hosts.items():
             if not is_ipv4(host) or IPv4Address(host).is_loopback:

@@ -80,10 +80,11 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
 
 
 def _machine_row(found: cluster_pb2.GetNodeMachineResponse) -> Row:
-    there = found.machine
+    there, named = found.machine, {"name": found.name, "agent": found.agent}
+    if not found.HasField("machine"):
+        return named
     return {
-        "name": found.name,
-        "agent": found.agent,
+        **named,
         "hostname": there.hostname,
         "addresses": list(there.addresses),
         "cores": there.num_cores,

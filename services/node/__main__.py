@@ -82,7 +82,7 @@ class Agent:
         self._gate_root = Path(machines.gate_root or folder.gates)
         self._credentials = ClusterCredentials.issue(memory / "credentials", address=machines.address)
         self._far_urls: dict[str, str] = {}
-        """Of NATS and Redis, as other machines reach them."""
+        """The keys of NATS and Redis in a job's config, with their URLs as other machines reach them."""
         self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
         """The credentials of the jobs that the servers let in."""
         self._servers = EmbeddedServers(folder.servers, guard=self._guard())

@@ -257,7 +257,7 @@ def _is_seen(path: Path) -> bool:
 
 
 def _gate_states(root: Path, node: str) -> list[GateState]:
-    """Of a node's gate, if it was ever passed. It makes nothing. ValueError where there is no folder for gates."""
+    """What a node's gate says, if it was ever passed. Makes nothing. ValueError where there is no folder for gates."""
     if not (root.is_absolute() and root.is_dir()):
         raise ValueError(f"there is no folder {root} for gates: make it, on a local disk of this machine")
     return Gate(root / node).report() if (root / node).is_dir() else []

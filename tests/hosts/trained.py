@@ -19,5 +19,5 @@ def assert_all_was_trained_once(folder: Path, summary: dict[str, Any], want_chec
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Of a job that has ended."""
+    """What a job that has ended wrote of itself."""
     return dict(parse_json((folder / "result.json").read_bytes())["summary"])

@@ -65,7 +65,7 @@ class BackedUpJob:
 
 
 def _ended(each: Submission, end: End, message: str) -> Submission:
-    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message, is_cleared=True)
+    return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message, leaves="", is_cleared=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def is_ipv4(text: str) -> bool:
     return True
 
 
-def machine_of(name: str, agent: str, nodes: Collection[NodeId]) -> MachineSection:
+def far_machine(name: str, agent: str, nodes: Collection[NodeId]) -> MachineSection:
     """ValueError where the name, or the agent's address, cannot be one."""
     host, _, port = agent.rpartition(":")
     if not (is_ipv4(host) and port.isdecimal() and 0 < int(port) < 2**16):

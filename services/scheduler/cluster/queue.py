@@ -56,8 +56,14 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is there: slots by node, GPUs that nobody has in the ownership map, the last start of each job, the nodes
-    that get no jobs, and those whose machines are away for long."""
+    """What is there.
+
+    - `nodes`: slots by node.
+    - `free`: GPUs that nobody has in the ownership map.
+    - `ran`: the last start of each job.
+    - `drained`: nodes that get no jobs.
+    - `lost`: those whose machines are away for long.
+    """
 
     nodes: Mapping[NodeId, int]
     free: Collection[GpuId]

@@ -21,7 +21,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.machines import Machines, machine_of
+from tidegate.cluster.machines import Machines, far_machine
 from tidegate.cluster.slots import Slots
 from tidegate.codec import encode_gate_state
 from tidegate.gate import Gate, GateState
@@ -90,7 +90,7 @@ class Lab:
     now_s: float = 0.0
 
     def look(self, *agents: Agent) -> FarMachines:
-        far = tuple(machine_of(each.name, each.endpoint, [each.node]) for each in agents)
+        far = tuple(far_machine(each.name, each.endpoint, [each.node]) for each in agents)
         return FarMachines(
             Machines("10.0.0.7", str(self.folder / "operator"), str(self.folder / "gates"), far),
             SLOTS,

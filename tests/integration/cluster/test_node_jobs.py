@@ -16,7 +16,7 @@ from tests.unit.cluster_jobs import of_size
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.machines import Machines, machine_of
+from tidegate.cluster.machines import Machines, far_machine
 from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
@@ -107,7 +107,7 @@ async def test_a_stop_interrupts_a_launcher_in_order(node: Node) -> None:
 async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun(node: Node, tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "lab")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
-    far = machine_of("b", "127.0.0.1:1", [NodeId("a")])
+    far = far_machine("b", "127.0.0.1:1", [NodeId("a")])
     machines = Machines("127.0.0.1", str(tmp_path / "operator"), "", (far,))
     node.config = node.config.model_copy(
         update={

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.unit.cluster_jobs import config_of
-from tidegate.cluster.machines import Machines, machine_of
+from tidegate.cluster.machines import Machines, far_machine
 from tidegate.types import NodeId
 
 N0, N1, N2, N3 = map(NodeId, ("n0", "n1", "n2", "n3"))
@@ -15,7 +15,7 @@ MACHINES = Machines(
     "10.0.0.7",
     "/cred",
     "/gates",
-    (machine_of("b", "10.0.0.8:7400", [N1, N2]), machine_of("c", "10.0.0.9:7400", [N3])),
+    (far_machine("b", "10.0.0.8:7400", [N1, N2]), far_machine("c", "10.0.0.9:7400", [N3])),
 )
 
 
@@ -53,4 +53,4 @@ def test_machines_survive_their_json() -> None:
 )
 def test_what_can_be_no_machine_is_refused(name: str, agent: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        machine_of(name, agent, [N1])
+        far_machine(name, agent, [N1])
