@@ -17,7 +17,7 @@ import numpy as np
 from services.scheduler.policy import lengths_law, opening_order, situation, supported_law, trainer_rates
 from services.scheduler.policy.lengths_law import Observed, prior
 from services.scheduler.policy.situation import Choice, Situation, Split
-from services.scheduler.policy.tide import foresight, outlook, plans, seating, tide_policy
+from services.scheduler.policy.tide import foresight, outlook, plans, prompt_order, seating, tide_policy
 from services.scheduler.policy.tide.cluster import Plans, fitting
 from services.scheduler.policy.tide.forecast import Forecast
 from services.scheduler.policy.tide.foresight import Foresight, TideRules
@@ -189,6 +189,13 @@ PARTS: Mapping[str, Part] = {
     "an opening at home": Part(_named(tide_policy, "_at_home", lambda *_: None)),
     "an order by hints": Part(_named(tide_policy, "order_at_opening", lambda *_, **__: ())),
     "short prompts between long ones": Part(rules={"short_share": 0.0}, kinds=STREAMED),
+    "an order by probes": Part(
+        (
+            Instead(tide_policy, "probing_order", _value(lambda *_, **__: ())),
+            Instead(prompt_order, "probing_order", _value(lambda *_, **__: ())),
+        ),
+        kinds=(*STREAMED, Kind.TOLD_WRONG),
+    ),
     "hints with a large error are ignored": Part(
         _named(opening_order, "_by_length", _hinted),
         kept_for="no hints that are tried are told with so large an error; with such hints long prompts come last",

@@ -23,6 +23,7 @@ from services.scheduler.state.values import Placed
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
 from simulator.world import World
+from tidegate.group_order import responses_in
 from tidegate.types import GpuId, Layout
 
 
@@ -43,7 +44,7 @@ class ChoiceMoves:
         if choice.group_order and choice.group_order != self._group_order:
             self._group_order = choice.group_order
             size = self._group_size
-            self._world.order_queue(group * size + member for group in choice.group_order for member in range(size))
+            self._world.order_queue(group * size + draw for group, draw in responses_in(choice.group_order, size))
         self._trains = choice.trains
         self.carry_on()
 

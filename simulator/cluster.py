@@ -35,6 +35,7 @@ from simulator.situations import inferring
 from simulator.store import Store
 from simulator.voice import Voice
 from simulator.world import Opening, World
+from tidegate.group_order import responses_in
 from tidegate.ownership.records import Outcome, PartKind
 from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, JobId, NodeId, Role, Token, TransitionId, instance_id, node_of
@@ -274,7 +275,7 @@ class Cluster:
     def _order_queue(self, world: World) -> None:
         size = self.spec.group_size
         if self._order:
-            world.order_queue(group * size + member for group in self._order for member in range(size))
+            world.order_queue(group * size + draw for group, draw in responses_in(self._order, size))
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
         """A GPU is held as long as the world has it so. A lost GPU that does not come back stays held."""

@@ -3,7 +3,7 @@
 An order may come before its iteration opens. The iteration's end, and a newer incarnation, end it.
 
 Invariants:
-- An order names each group at most once, and only groups that the iteration may have.
+- An order names each group at most twice, and only groups that the iteration may have.
   [test_group_order: refused_with_its_numbers]
 - An order holds for its own iteration only. [test_group_order: another_iteration_begins_without]
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tidegate.group_order import MOST_PLACES
 
 _MOST_NAMED = 8
 """The most groups that a refusal names."""
@@ -38,8 +40,10 @@ def order_fault(groups: Sequence[int], *, num_groups: int) -> str | None:
     beyond = [group for group in groups if group >= num_groups]
     if beyond:
         return f"names {_listed(beyond)}; the iteration has at most {num_groups} groups: name 0 to {num_groups - 1}"
-    twice = [group for group, count in Counter(groups).items() if count > 1]
-    return f"names {_listed(twice)} more than once: name each group once" if twice else None
+    too_often = [group for group, count in Counter(groups).items() if count > MOST_PLACES]
+    if not too_often:
+        return None
+    return f"names {_listed(too_often)} more than twice: once for its first response, and once for its others"
 
 
 def _listed(groups: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
 """The responses of an iteration that are still to be made, and those that engines are making. Pure.
 
 A group is all responses to one prompt. It is complete when each of its draws has arrived. Groups may be added. Samples
-are assigned in the order of prompt and draw, or as `order` puts the prompts. Samples that were given back are in that
-order too.
+are assigned in the order of prompt and draw, or as `order` puts them. Samples that were given back are in that order
+too.
 
 Invariants:
 - A sample is assigned to one engine at a time. [test_groups: every_history_ends_with_each_sample_once]
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from tidegate.group_order import responses_in
 from tidegate.types import SampleId
 
 Response = TypeVar("Response")
@@ -32,8 +33,9 @@ class GroupsInProgress(Generic[Response]):
     prompts: tuple[int, ...]
     group_size: int
     _waiting: list[tuple[int, SampleId]] = field(default_factory=list)
-    """A heap of the waiting samples, each with its prompt's place in the order."""
-    _places: dict[int, int] = field(default_factory=dict)
+    """A heap of the waiting samples, each with its place in the order."""
+    _places: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By prompt and draw."""
     _assigned: set[SampleId] = field(default_factory=set)
     _responses: dict[int, dict[int, Response]] = field(default_factory=dict)
 
@@ -50,8 +52,9 @@ class GroupsInProgress(Generic[Response]):
                 self._wait(SampleId(self.incarnation, self.iteration, prompt, draw))
 
     def order(self, prompts: Sequence[int]) -> None:
-        """Assign waiting samples in this order of prompts. Prompts that it leaves out come last."""
-        self._places = {prompt: place for place, prompt in enumerate(prompts)}
+        """Assign waiting samples in this order of prompts (`tidegate.group_order`)."""
+        in_order = responses_in(prompts, self.group_size)
+        self._places = {prompt_and_draw: place for place, prompt_and_draw in enumerate(in_order)}
         waiting = [sample for _, sample in self._waiting]
         self._waiting.clear()
         for sample in waiting:
@@ -102,4 +105,5 @@ class GroupsInProgress(Generic[Response]):
         return [group[draw] for draw in range(self.group_size)]
 
     def _wait(self, sample: SampleId) -> None:
-        heapq.heappush(self._waiting, (self._places.get(sample.prompt, len(self._places)), sample))
+        place = self._places.get((sample.prompt, sample.draw), len(self._places))
+        heapq.heappush(self._waiting, (place, sample))

@@ -648,7 +648,8 @@ Global___HoldTrainingResponse: _TypeAlias = HoldTrainingResponse  # noqa: Y015
 @_typing.final
 class OrderGroupsRequest(_message.Message):
     """Rollout: the order in which the groups of this iteration go to engines, counted from its first prompt. Groups that an
-    engine handed back are included. Groups that are not listed come last.
+    engine handed back are included. Groups that are not listed come last. A group that is listed twice has its first
+    response at the first place, and its others at the second.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -51,7 +51,7 @@ def _order(state: ClusterState, iteration: Iteration, proposal: Proposal, now_ms
     if not groups or groups == steering.group_order:
         return Needs()
     command = cmd.OrderGroups(head, iteration.plan.iteration, groups)
-    return Needs((command,), (f"orders {len(groups)} groups at the rollout",))
+    return Needs((command,), (f"orders {len(set(groups))} groups at the rollout",))
 
 
 def _lead_at_work(state: ClusterState, iteration: Iteration, role: Role) -> Lead | None:

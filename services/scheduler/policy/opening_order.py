@@ -52,7 +52,11 @@ def longest_first(situation: Situation) -> tuple[int, ...]:
 def short_between_long(situation: Situation, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
     """`short_share` of the prompts are the short ones. `shorts_a_long` of these come beside each of the others. Empty
     where hints do not tell prompts apart."""
-    longest = _by_length(situation)
+    return mixed(_by_length(situation), short_share, shorts_a_long=shorts_a_long)
+
+
+def mixed(longest: Ints, short_share: float, *, shorts_a_long: int = 1) -> tuple[int, ...]:
+    """`longest`: prompts, the longest first. `short_share` of them, the last ones, come beside the others."""
     num = round(short_share * longest.size)
     short, rest = longest[::-1][:num], longest[: longest.size - num]
     place = np.concatenate((places_of_shorts(num, shorts_a_long), np.arange(rest.size)))
@@ -78,10 +82,15 @@ def by_minibatch(situation: Situation) -> tuple[int, ...]:
     return tuple(longest[np.argsort(minibatch[longest], kind="stable")].tolist())
 
 
+def hints_tell_apart(situation: Situation) -> bool:
+    """Whether hints tell which of two prompts is longer."""
+    law = situation.lengths
+    return bool(situation.generation.hints) and law.sigma_hint <= max(law.sigma_prompt, _spread_seen(situation))
+
+
 def _by_length(situation: Situation) -> Ints:
     """The prompts, the longest first. Empty where hints do not tell prompts apart: the order stays as it is."""
-    law = situation.lengths
-    if not situation.generation.hints or law.sigma_hint > max(law.sigma_prompt, _spread_seen(situation)):
+    if not hints_tell_apart(situation):
         return np.zeros(0, dtype=np.int64)
     level, _ = prior(situation.generation, situation.lengths)
     return np.argsort(-level, kind="stable")

@@ -65,6 +65,15 @@ def test_an_order_holds_for_waiting_and_given_back_samples_and_the_rest_comes_la
     assert [sample.prompt for sample in groups.take(9)] == [7, 8, 9, 10]
 
 
+def test_a_prompt_that_is_named_twice_has_its_first_draw_before_its_others() -> None:
+    groups: GroupsInProgress[str] = GroupsInProgress(incarnation=1, iteration=2, prompts=(7, 8, 9), group_size=3)
+    held = groups.take(1)
+    groups.order([8, 7, 9, 7, 8])
+    groups.give_back(held)
+    places = [(sample.prompt, sample.draw) for sample in groups.waiting]
+    assert places == [(8, 0), (7, 0), (9, 0), (9, 1), (9, 2), (7, 1), (7, 2), (8, 1), (8, 2)]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["take", "add", "lose", "order"]), st.integers(0, 3)), max_size=40))
 def test_every_history_ends_with_each_sample_once(steps: list[tuple[str, int]]) -> None:
     groups = _groups()
@@ -80,7 +89,7 @@ def test_every_history_ends_with_each_sample_once(steps: list[tuple[str, int]]) 
         if step == "take":
             running.extend(groups.take(number))
         elif step == "order":
-            groups.order([8, 7][:number])
+            groups.order([8, 7, 8][:number])
         elif running and step == "add":
             add(running.pop(number % len(running)))
         elif running:

@@ -56,10 +56,9 @@ from services.scheduler.state.observed import Floats, Ints
 NEVER_S = 1e7
 """Far beyond any iteration: the end of work that waits for a component without GPUs."""
 
-COVERED = 0.15
-"""The share of a group's remaining steps that its waiting members may wait without delaying it: the longest of the few
-that wait is shorter than the longest of all. The expected maxima of 5 and of 16 normal values differ by 0.6 sigma; the
-spread within a group is 0.25."""
+COVERED_SIGMAS = 0.6
+"""The waiting members of a group delay it the less: the longest of the few that wait is shorter than the longest of
+all. The expected maxima of 5 and of 16 normal values differ by 0.6 of their deviation."""
 
 COUNTS = 512
 """Points of the table from ended sequences to u."""
@@ -359,7 +358,8 @@ class Forecast:
         ended = load.num_ended[place][:, None] + share * (back * load.num_slots / slots)[:, None]
         at_count = np.minimum(ended * (COUNTS / max(load.num_ended[-1], 1.0)), COUNTS).astype(np.int64)
         waits = self._u_by_count[at_count] - at.u[:, None]
-        return np.where(runs, np.maximum(waits - COVERED * at.steps, 0.0), 0.0)
+        covered = COVERED_SIGMAS * self.left.sigma_group
+        return np.where(runs, np.maximum(waits - covered * at.steps, 0.0), 0.0)
 
     @cached_property
     def _u_by_count(self) -> Floats:

@@ -36,8 +36,10 @@ class TideMemory(PolicyMemory):
     """is_begun: the trainer has got its GPUs in this iteration.
     num_answered: the number of minibatches that have got their GPUs.
     plan: how to go on.
+    ordered_at_ms: when prompts got their order. None: not in this iteration.
     """
 
     is_begun: bool = False
     num_answered: int = 0
     plan: TidePlan | None = None
+    ordered_at_ms: int | None = None

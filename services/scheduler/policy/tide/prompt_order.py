@@ -1,22 +1,41 @@
-"""In which order prompts go to engines when an iteration opens. Pure."""
+"""In which order prompts go to engines. Pure.
+
+Where hints tell prompts apart, the iteration opens with an order by them, which stays (`opening_order`). Where they do
+not, and minibatches take groups as they come, responses tell it:
+
+1. The first prompts go as they are, each with all its responses: their groups feed the trainer early.
+2. One response of each other prompt, a probe (Seer, arXiv 2511.14617).
+3. The other responses of these, in the order that hints would give, by what probes have shown so far.
+
+Such an order is made anew from time to time, from all responses so far, finished and unfinished (`final_lengths`).
+
+Invariants:
+- An order has every prompt, and a probed one twice. [test_prompt_order: has_every_prompt_and_a_probed_one_twice]
+- Prompts whose probes are long come before others. [test_prompt_order: long_probes_come_first]
+- With hints that tell prompts apart, in a fixed order, and where no response waits, nothing is probed.
+  [test_prompt_order: nothing_is_probed]
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.policy.opening_order import by_minibatch, short_between_long
+from services.scheduler.policy.lengths_law import final_lengths
+from services.scheduler.policy.opening_order import by_minibatch, hints_tell_apart, mixed, short_between_long
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.observed import Ints
+from tidegate.group_order import responses_in
 from tidegate.types import MinibatchOrder
 
 
 def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
     """The waiting sequences, sorted by an order of prompts."""
     picture = situation.generation
-    queue = picture.in_queue
-    place = np.full(picture.num_groups, len(order), dtype=np.int64)
-    place[list(order)] = np.arange(len(order))
-    ordered: Ints = queue[np.argsort(place[queue // picture.group_size], kind="stable")]
+    queue, size = picture.in_queue, picture.group_size
+    responses = np.array([group * size + draw for group, draw in responses_in(order, size)], dtype=np.int64)
+    place = np.full(picture.num_groups * size, responses.size, dtype=np.int64)
+    place[responses] = np.arange(responses.size)
+    ordered: Ints = queue[np.argsort(place[queue], kind="stable")]
     return ordered
 
 
@@ -24,4 +43,20 @@ def order_at_opening(situation: Situation, *, short_share: float, shorts_a_long:
     """The order of prompts with which an iteration opens."""
     if situation.spec.minibatch_order is MinibatchOrder.FIXED:
         return by_minibatch(situation)
-    return short_between_long(situation, short_share, shorts_a_long=shorts_a_long)
+    order = short_between_long(situation, short_share, shorts_a_long=shorts_a_long)
+    return order or probing_order(situation, short_share=short_share, shorts_a_long=shorts_a_long)
+
+
+def probing_order(situation: Situation, *, short_share: float, shorts_a_long: int) -> tuple[int, ...]:
+    """The order by what probes have shown. `short_share` of the prompts go first as they are. Empty where nothing is
+    probed."""
+    picture = situation.generation
+    is_fixed = situation.spec.minibatch_order is MinibatchOrder.FIXED
+    if is_fixed or picture.group_size == 1 or not picture.in_queue.size or hints_tell_apart(situation):
+        return ()
+    tokens = final_lengths(picture, situation.law_in_force, is_spread=False).reshape(-1, picture.group_size).sum(axis=1)
+    num_whole = round(short_share * tokens.size)
+    probed = np.arange(num_whole, tokens.size)
+    longest = probed[np.argsort(-tokens[probed], kind="stable")]
+    others = mixed(longest, short_share, shorts_a_long=shorts_a_long)
+    return (*range(num_whole), *probed.tolist(), *others)

@@ -2,7 +2,8 @@
 
 An iteration:
 1. It opens with every GPU in the rollout. Where lending the trainer's GPUs would not pay, it opens with every component
-   at home. The order of prompts feeds the trainer early and leaves no long tail (`opening_order`).
+   at home. The order of prompts feeds the trainer early and leaves no long tail. Where hints do not tell it, it is made
+   anew as responses end (`prompt_order`).
 2. While the trainer has no GPUs, its plan is improved whenever it has aged. A plan says when the trainer gets GPUs, and
    how many GPUs train and infer during each minibatch.
 3. When the planned start has come, the first minibatch's GPUs move. In a fixed order inference may get its GPUs
@@ -52,7 +53,7 @@ from services.scheduler.policy.tide.foresight import (
     unrevised,
 )
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.prompt_order import order_at_opening
+from services.scheduler.policy.tide.prompt_order import order_at_opening, probing_order
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured
@@ -63,6 +64,9 @@ from tidegate.types import GpuId, Role
 SOON_S = 0.5
 """A start that is nearer counts as now: the next decision may come no sooner."""
 
+
+ORDERED_AGAIN_S, ORDERED_SHARE = 0.5, 0.05
+"""Prompts get another order no sooner than this, and this share of the remaining time, after the last one."""
 
 LOOKED_AGAIN_S = 1.0
 """An open minibatch is searched for no sooner after the last search: events come much more often."""
@@ -80,6 +84,17 @@ class TidePolicy:
         """It can run every job: a minibatch that does not divide is split unevenly."""
 
     def choose(self, situation: Situation) -> Choice:
+        choice, rules = self._answered(situation), self.rules
+        memory = choice.memory
+        assert isinstance(memory, TideMemory), "every choice of this policy has its memory"
+        if not _orders_again(situation, memory):
+            return choice
+        order = probing_order(situation, short_share=rules.short_share, shorts_a_long=rules.shorts_a_long)
+        if not order:
+            return choice
+        return replace(choice, memory=replace(memory, ordered_at_ms=situation.now_ms), group_order=order)
+
+    def _answered(self, situation: Situation) -> Choice:
         there, recalled = gpus_there(situation), situation.recalled(TideMemory)
         if not num_to_come(situation) and situation.trainer.training.is_at_boundary:
             return self._home(situation, recalled[1] if recalled else TideMemory(), there)
@@ -110,11 +125,11 @@ class TidePolicy:
         found, is_kept = foresight.plan(situation, assigned, memory, there, is_move=False, order=order), False
         if home is not None:
             found, is_kept = foresight.kept(situation, home, there, found, order=order)
+        memory = replace(memory, plan=planned(situation, found), ordered_at_ms=situation.now_ms)
         if home is not None and is_kept:
-            memory = replace(memory, is_begun=True, num_answered=1, plan=planned(situation, found))
+            memory = replace(memory, is_begun=True, num_answered=1)
             reason = f"lending the trainer's GPUs would not pay; the end in {found.end_s:.0f} s"
             return replace(_chosen(situation, home, memory, reason, order=order), alternatives=found.weighed)
-        memory = replace(memory, plan=planned(situation, found))
         reason = f"every GPU generates; {_described(situation, memory)}"
         ask_in_s = max(_moves_in_s(situation, assigned, memory), SOON_S)
         choice = _chosen(situation, assigned, memory, reason, order=order, ask_in_s=ask_in_s)
@@ -340,6 +355,14 @@ def _repaired(situation: Situation, before: Assignment, memory: TideMemory, ther
 def _without_trainer(situation: Situation, num_inference: int, num_gpus: int) -> Split:
     num_engines = max(1, (num_gpus - num_inference) // engine_size(situation.spec))
     return Split(num_engines, 0, min(num_inference, num_gpus - num_engines * engine_size(situation.spec)))
+
+
+def _orders_again(situation: Situation, memory: TideMemory) -> bool:
+    """Whether responses may show another order of prompts than when these got theirs."""
+    plan, now_ms, before_ms = memory.plan, situation.now_ms, memory.ordered_at_ms
+    if plan is None or before_ms is None:
+        return plan is not None
+    return now_ms - before_ms >= max(1000 * ORDERED_AGAIN_S, ORDERED_SHARE * (plan.ends_at_ms - before_ms))
 
 
 def _has_idle_gpus(situation: Situation) -> bool:

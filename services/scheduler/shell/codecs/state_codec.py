@@ -41,7 +41,7 @@ from tidegate.json_text import parse_json
 from tidegate.types import NO_TOKEN, InstanceId, NodeId, Role, Token
 from tidegate.v1 import events_pb2, types_pb2
 
-STATE_FORMAT = 15
+STATE_FORMAT = 16
 """Raise it with every change of the fields of a state. Otherwise a state of the old format is read wrongly, or is
 refused for a field without a remedy."""
 
