@@ -75,14 +75,23 @@ def test_an_order_makes_phases_12_to_16_percent_faster_in_the_published_iteratio
 
 
 @pytest.mark.long
-def test_inter_stage_fusion_gains_less_than_published_by_at_most_0_13() -> None:
-    """Published: 88 against 76 K tokens/s of phases (DynaRL, figure 11, 7B on 64 GPUs), so 1.16.
+def test_inter_stage_fusion_gains_1_04_where_1_16_is_published() -> None:
+    """Published: 88 against 76 K tokens/s of phases (DynaRL, figure 11, 7B on 64 GPUs).
 
     Ours gains less. In the published timeline inference takes 45 s of 985 s, so that hiding all of it gains 1.05. The
     tail's sequences are prefilled again besides.
     """
-    assert over_phases("fused") == pytest.approx(88 / 76, abs=0.13)
-    assert over_phases("fused") > 1.02
+    assert over_phases("fused") == pytest.approx(1.04, abs=0.02)
+
+
+@pytest.mark.long
+def test_rlinf_gains_1_32_where_1_16_is_published() -> None:
+    """Published: 118 against 102 K tokens/s of verl in phases (RLinf, 7B on 64 GPUs), and 196 against 160 on 128.
+
+    Ours gains more: its components hand GPUs over in seconds, and its phases have DynaRL's shares of an iteration, of
+    which the rollout takes half. DynaRL measured RLinf at 73 against verl's 76 on the same GPUs.
+    """
+    assert over_phases("rlinf") == pytest.approx(1.32, abs=0.04)
 
 
 def over_phases(name: str) -> float:
