@@ -24,10 +24,8 @@ each segment:
    The second form is one cumulated sum and one cumulated maximum. A trainer that does not stream begins a minibatch
    when the last lot is ready. In a fixed order the trainer's work of a lot is what waits for it (`due_tokens`).
    Inference is described in `inference`.
-4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile. So
-   do engines to which a sequence with tokens comes from the queue (`recomputed`). Engines that come get no sequence
-   once the queue is empty. Engines that are asked to leave ahead of a minibatch's end do nothing until then, and the
-   others make up for it.
+4. Engines that leave. The others compute the KV caches of the moved sequences again, and decode nothing meanwhile.
+   Engines that come get no sequence once the queue is empty.
 
 Invariants:
 - A plan that leaves work without GPUs never ends (inf). [test_forecast: without_gpus_never_ends]
@@ -219,8 +217,7 @@ class Forecast:
         spare = cluster.num_gpus - trainer - inference
         engines = np.where(is_over, 0.0, np.maximum(1.0, spare // cluster.engine_size))
         # Before an open minibatch ends, engines are asked ahead; else the release delays the trainer.
-        is_unannounced = column == 0 and not cluster.is_open
-        released_s = costs.release_s if is_unannounced else 0.0
+        released_s = costs.release_s if column == 0 and not cluster.is_open else 0.0
         idle_share = self._idle_share(before, trainer) if cluster.carries else 1.0
         units = cluster.units(trainer)
         switch_s = cluster.switch_s[cluster.units(before), units]
@@ -233,7 +230,6 @@ class Forecast:
             infer_after_s=(starts_s if column == 0 else 0.0 * starts_s) + released_s,
             minibatch=minibatch,
             fixed_s=costs.update_s,
-            leave_s=0.0 if is_unannounced else costs.release_s,
             is_cut=cluster.carries,
         )
         return segment, trainer
@@ -269,7 +265,7 @@ class Forecast:
         working = np.where(at.u < load.queue_until, segment.engines, np.minimum(segment.engines, at.engines))
         slots = np.maximum(working, 1e-9) * self.cluster.max_running
         speed = slots / load.num_slots
-        at, stall_s = self._switched(at, working, slots, segment.leave_s)
+        at, stall_s = self._switched(at, working, slots)
         scale = np.where(at.u < load.queue_until, speed, at.scale)
         times = self._times(working, scale, speed, at.u, at.aged)
         queued_steps = np.maximum(load.queue_until - at.u, 0.0) / speed
@@ -313,10 +309,9 @@ class Forecast:
             is_mid=is_mid,
         )
 
-    def _switched(self, at: At, engines: Floats, slots: Floats, leave_s: float) -> tuple[At, Floats]:
+    def _switched(self, at: At, engines: Floats, slots: Floats) -> tuple[At, Floats]:
         """After a switch: the moment, and by plan the seconds in which the remaining `engines` compute the caches of
-        moved sequences and decode nothing, or make up for engines that left ahead. Sequences beyond the slots go to the
-        head of the queue. Where u goes back for them, caches of the queue there are paid twice."""
+        moved sequences and decode nothing. Sequences beyond the slots go to the head of the queue."""
         load = self.left.load
         if not (engines < at.engines).any() and not (slots != at.scale * load.num_slots).any():
             return at, np.zeros(at.t.size)
@@ -329,10 +324,6 @@ class Forecast:
         share = np.maximum(at.engines - engines, 0.0) / np.maximum(at.engines, 1.0)
         stall_s = cached * share / np.maximum(engines, 1e-9) / self.costs.prefill_tokens_per_s
         waits = at.u < load.queue_until
-        if leave_s:
-            after = np.where(waits, slots, running)
-            lost = self._tokens_per_s(running, kv_of_each, at.engines) * share
-            stall_s = stall_s + leave_s * lost / np.maximum(self._tokens_per_s(after, kv_of_each, engines), 1e-9)
         # The fewer run when the queue is empty, the more of the work is done before.
         more = np.where(waits, slots - at.scale * load.num_slots, 0.0)
         if not more.any():
@@ -417,9 +408,6 @@ class Forecast:
         seconds = self._step_s(running, cached)
         seconds[:, : self._num_queued] /= speed[first, None]
         seconds *= load.step
-        if load.recomputed.any():
-            rate = np.maximum(engines[first], 1e-9) * self.costs.prefill_tokens_per_s
-            seconds += load.recomputed[None, :] / rate[:, None]
         times = np.zeros((len(first), load.running.size + 1))
         np.minimum(seconds, NEVER_S, out=seconds).cumsum(axis=1, out=times[:, 1:])
         return times[of_plan]
@@ -436,12 +424,6 @@ class Forecast:
         )
         seconds: Floats = np.maximum(decode.floor_s, line) * over
         return seconds
-
-    def _tokens_per_s(self, running: Floats, kv_of_each: Floats, engines: Floats) -> Floats:
-        """By plan: of so many running sequences on so many engines."""
-        of_each = running / np.maximum(engines, 1e-9)
-        rate: Floats = running / np.maximum(self._step_s(of_each, of_each * kv_of_each), 1e-12)
-        return rate
 
     @cached_property
     def _num_queued(self) -> int:

@@ -14,8 +14,7 @@ reads it.
 
 Order:
 1. Start and end of each sequence, in u.
-2. On a grid of u: how many sequences run, how many KV tokens they have, and how many are computed again because a
-   sequence with tokens starts from the queue.
+2. On a grid of u: how many sequences run, and how many KV tokens they have.
 3. Groups that are in the same minibatch, or end close to each other, are put together to lots. A plan then costs the
    same for 128 groups and for 8,192.
 
@@ -64,7 +63,6 @@ class Load:
 
     step: the steps of one interval.
     running, kv_tokens, num_ended: sequences that run, the KV tokens that they have, sequences that have ended.
-    recomputed: KV tokens that sequences of the queue have to compute again when they start.
     rest: the mean of the steps that the running ones still make.
     queue_until: the queue is empty from this u on.
     """
@@ -72,7 +70,6 @@ class Load:
     step: float
     running: Floats
     kv_tokens: Floats
-    recomputed: Floats
     rest: Floats
     num_ended: Floats
     num_slots: float
@@ -149,9 +146,7 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
     open_at = np.flatnonzero(picture.is_unfinished)
     ends = starts + left
     cached = (picture.length_of[open_at] + context).astype(np.float64)
-    is_interrupted = (picture.place_of[open_at] == QUEUED) & (picture.length_of[open_at] > 0)
-    recomputed: Floats = np.where(is_interrupted, cached, 0.0)
-    load = _load(starts[open_at], ends[open_at], cached, recomputed, max(1, num_slots))
+    load = _load(starts[open_at], ends[open_at], cached, max(1, num_slots))
     lots, until = _lots(situation, starts, ends, final)
     spec = situation.spec
     ahead = float(situation.inference.inferring.num_tokens_ahead) if spec.scores_ahead else None
@@ -206,12 +201,12 @@ def started(running: Floats, waiting: Floats, num_slots: int) -> Floats:
     return starts
 
 
-def _load(starts: Floats, ends: Floats, cached: Floats, recomputed: Floats, num_slots: int) -> Load:
-    """`cached`: the KV tokens of each sequence at its start, and `recomputed` those of them that it computes again."""
+def _load(starts: Floats, ends: Floats, cached: Floats, num_slots: int) -> Load:
+    """`cached`: the KV tokens of each sequence at its start."""
     queue_until = float(starts.max(initial=0.0))
     if not ends.size:
         none = np.zeros(1)
-        return Load(NO_STEPS, none, none, none, none, none, num_slots, queue_until)
+        return Load(NO_STEPS, none, none, none, none, num_slots, queue_until)
     step = float(ends.max()) / GRID
     middles = (np.arange(GRID) + 0.5) * step
     begins, finishes = _intervals(starts, step), _intervals(ends, step)
@@ -219,10 +214,8 @@ def _load(starts: Floats, ends: Floats, cached: Floats, recomputed: Floats, num_
     running = _until(begins) - num_ended
     base = cached - starts
     kv_tokens = _until(begins, base) - _until(finishes, base) + running * middles
-    # At the first interval that begins later, so that none of it is before the present.
-    again = np.bincount(np.minimum(begins + 1, GRID - 1), weights=recomputed, minlength=GRID).astype(np.float64)
     to_come = (_until(begins, ends) - _until(finishes, ends) - running * middles) / np.maximum(running, 1.0)
-    return Load(step, running, kv_tokens, again, to_come, num_ended, num_slots, queue_until)
+    return Load(step, running, kv_tokens, to_come, num_ended, num_slots, queue_until)
 
 
 def _intervals(at: Floats, step: float) -> Ints:

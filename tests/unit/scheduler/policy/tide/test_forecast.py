@@ -69,32 +69,6 @@ def test_engines_that_leave_take_no_work_with_them_however_few_wait(num_waiting:
     assert end_s >= 0.97 * (64 + num_waiting) * 4000 / 8 * COSTS.decode.floor_s
 
 
-def test_engines_that_are_asked_ahead_do_nothing_until_the_minibatch_ends() -> None:
-    own = forecast(spec=TWO_MINIBATCHES)
-    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4)
-    costs = [replace(COSTS, release_s=release_s) for release_s in (0.0, 3.0)]
-    soon, late = (
-        float(replace(own, cluster=is_open, costs=each).ends_s(plan(trainer=12, inference=2))[0]) for each in costs
-    )
-    assert late - soon >= 3.0 * 7, "seven of eight engines leave"
-
-
-def test_engines_that_leave_ahead_delay_by_no_more_than_their_absence_where_others_have_room() -> None:
-    """One sequence an engine: the others take those that come to them at the same speed."""
-    own = forecast(num_unfinished=8, spec=TWO_MINIBATCHES)
-    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4, kv_capacity_tokens=10**7)
-    soon, late = (replace(own, cluster=is_open, costs=replace(COSTS, release_s=release_s)) for release_s in (0.0, 3.0))
-    ends_s = [float(each.ends_s(plan(trainer=10, inference=2))[0]) for each in (soon, late)]
-    assert ends_s[1] - ends_s[0] <= 3.0
-
-
-def test_sequences_that_start_again_compute_their_caches_first() -> None:
-    """Eight of 4,000 tokens, on eight engines that compute 1,000 tokens a second."""
-    own = forecast(num_waiting=8)
-    slow = replace(own, costs=replace(COSTS, prefill_tokens_per_s=1000.0))
-    assert slow.over_s(8) - own.over_s(8) == pytest.approx(8 * 4000 / 8 / 1000)
-
-
 def test_a_plan_that_hands_nothing_back_is_not_changed_by_one_that_does() -> None:
     own = forecast(num_waiting=4, spec=replace(SPEC, num_minibatches=3))
     sizes = [[4, 4, 4], [4, 10, 10], [4, 8, 12]]

@@ -61,18 +61,6 @@ def test_what_runs_and_what_it_caches_is_counted_at_every_step() -> None:
         assert load.kv_tokens[interval] == pytest.approx(want, abs=2 * final.max())
 
 
-@pytest.mark.parametrize(("length", "again"), [(100, 10 * 50.0), (0, 0.0)])
-def test_a_sequence_that_starts_again_computes_the_tokens_that_it_has(length: int, again: float) -> None:
-    """Unfinished ones have half of the length here. A fresh one computes none."""
-    lengths, places = ending(SPEC, num_engines=4, num_unfinished=30, num_unsubmitted=10, length=length)
-    picture = generation(SPEC, as_configured(SPEC).engines, lengths=lengths, places=places, kv_use=0.0)
-    final = np.array(lengths, dtype=np.float64) + np.where(picture.is_unfinished, 500.0, 0.0)
-    load = outlook(seen(SPEC, as_configured(SPEC), picture=picture), final, num_slots=20).load
-    assert load.recomputed.sum() == pytest.approx(again)
-    starts = np.flatnonzero(load.recomputed)
-    assert (starts > 0).all(), "none before the present"
-
-
 def test_lots_hold_every_group_that_is_not_taken() -> None:
     situation = seen(SPEC, as_configured(SPEC), num_unfinished=20, num_taken=5)
     final = situation.generation.length_of.astype(np.float64) + np.where(situation.generation.is_unfinished, 50.0, 0.0)
