@@ -9,8 +9,8 @@ GPUs from the rollout runs fewer sequences then. The timed part is a whole `turn
 4. the state records them.
 
 The figures are those of `tide`; `decide_slowest_ms` is that of the slowest decision that moves GPUs, the opening among
-them. The cases have every policy, with decisions that move GPUs apart, since they are few and take longest. Each
-decision is taken `REPEATS` times, and the median counts. DynaRL publishes under 200 ms for its planning.
+them. The cases have every policy, with decisions that move GPUs apart, since they are few and take longest. `tide` has
+one more without hints, where it makes the order of prompts anew from time to time. Each decision is taken `REPEATS` times, and the median counts. DynaRL publishes under 200 ms for its planning.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.contenders import SCENARIO, cluster_of, policies
+from benchmarks.iteration_grid import NO_HINTS
 from benchmarks.report import Report, arguments, publish
 from services.scheduler.decide.turn import turn
 from services.scheduler.policy import Policy
@@ -93,9 +94,11 @@ def milliseconds(policy: Policy, moments: Sequence[Moment]) -> list[float]:
 def main() -> int:
     options = arguments("The time of one decision.")
     overrides = [*cluster_of(NUM_GPUS), f"costs.engine.max_running={RUNNING_AN_ENGINE}"]
-    scenario = load_scenario(SCENARIO, overrides)
+    hinted, unhinted = (load_scenario(SCENARIO, [*overrides, *more]) for more in ((), NO_HINTS))
+    tried = [(name, hinted, policy) for name, policy in policies(hinted).items()]
+    tried += [(f"{TIMED}, no hints", unhinted, policies(unhinted)[TIMED])]
     cases: list[dict[str, Any]] = []
-    for name, policy in policies(scenario).items():
+    for name, scenario, policy in tried:
         watch = Watch()
         Scheduled(SimulatedIteration(scenario, SEED), policy, watch=watch).run(name)
         count = QUICK_MOMENTS if options.quick else MOMENTS
