@@ -8,6 +8,8 @@
 # make test-wandb   the rows for W&B, offline, with its packages
 # make compose-up   a cluster in a container on this machine (docs/cluster.md)      make compose-down   ends it
 # make test-compose the cluster in a container, with Docker
+# make deploy       a cluster on the machines of an inventory: make deploy INVENTORY=inventory.yml (docs/deploy.md)
+# make undeploy     takes it from them again; its jobs stay
 # make test-hosts   a job over two network namespaces, as root
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 # make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
@@ -23,6 +25,7 @@
 # DEVICE       cpu: the parts of make gpu at a tiny size, without CUDA
 # WHEELS       the folder of make wheels: make gpu WHEELS=build/wheels/3.12 PYTHON=/path/to/python/with/torch
 # COMPOSE      the compose command with its file: COMPOSE="docker-compose -f deploy/compose.yaml"
+# INVENTORY    the machines of make deploy, as deploy/ansible/inventory.example.yml names some; ARGS="--check" changes nothing
 # PY           the Python of that machine, 3.11 to 3.13: make wheels PY=3.12
 
 PYTHON ?= python3
@@ -37,6 +40,7 @@ DEVICE ?= cuda
 WHEELS ?=
 PY ?= 3.12
 COMPOSE ?= docker compose -f deploy/compose.yaml
+INVENTORY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,6 +51,10 @@ INSTALL := $(BIN)/python $(PIP_INSTALL)
 # SGLang has its own environment: its pins differ from Tidegate's
 SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
+# Ansible has its own environment: no job needs it
+DEPLOY_VENV := .venv-deploy
+ANSIBLE := $(DEPLOY_VENV)/.installed
+RELEASE := build/deploy
 # An environment of the wheels, on top of an interpreter that has torch
 GPU_VENV := .venv-gpu
 # mypy refuses a folder without Python files
@@ -59,7 +67,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo compose-up compose-down test-compose test-hosts test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
+.PHONY: help demo compose-up compose-down deploy undeploy test-compose test-hosts test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -152,6 +160,39 @@ compose-up:
 
 compose-down:
 	@$(COMPOSE) down $(ARGS)
+
+$(ANSIBLE): requirements/deploy.txt | $(BIN)/python
+	@$(BIN)/python -m venv $(DEPLOY_VENV)
+	@$(DEPLOY_VENV)/bin/python $(PIP_INSTALL) -r requirements/deploy.txt >&2
+	@touch $@
+
+# Before an environment is made, for that takes minutes and gigabytes.
+.PHONY: inventory-check
+inventory-check:
+	@test -f "$(INVENTORY)" || { \
+		echo "make: INVENTORY=$(INVENTORY) is no file; copy deploy/ansible/inventory.example.yml and name your machines in it" >&2; \
+		exit 2; }
+
+# The same sources make the same wheel, so that a second run changes nothing.
+$(RELEASE)/name: $(RUNTIME) FORCE
+	@rm -rf $(RELEASE)
+	@mkdir -p $(RELEASE)/source
+	@cp -r cli services simulator tidegate pyproject.toml README.md LICENSE $(RELEASE)/source
+	@SOURCE_DATE_EPOCH=315532800 $(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps \
+		--no-build-isolation --wheel-dir $(RELEASE) ./$(RELEASE)/source
+	@cat $(RELEASE)/*.whl requirements/base.txt requirements/megatron.txt | sha256sum | cut -c 1-12 > $@
+
+.PHONY: FORCE
+FORCE:
+
+PLAYBOOK = ANSIBLE_CONFIG=deploy/ansible/ansible.cfg $(DEPLOY_VENV)/bin/ansible-playbook -i $(INVENTORY) $(ARGS)
+
+deploy: inventory-check $(RUNTIME) $(ANSIBLE) $(RELEASE)/name
+	@$(PLAYBOOK) deploy/ansible/site.yml -e tidegate_command=$(abspath $(BIN))/tidegate \
+		-e tidegate_wheel=$$(ls $(abspath $(RELEASE))/*.whl) -e tidegate_release_name=$$(cat $(RELEASE)/name)
+
+undeploy: inventory-check $(ANSIBLE)
+	@$(PLAYBOOK) deploy/ansible/uninstall.yml
 
 test-compose: $(DEV)
 	@command -v $(firstword $(COMPOSE)) >/dev/null || { \
