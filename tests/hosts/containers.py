@@ -43,16 +43,16 @@ class Container:
 
     def __init__(self, nspawn: subprocess.Popen[bytes]) -> None:
         self._nspawn = nspawn
-        self._leader, self._pidfd = 0, -1
+        self.leader, self._pidfd = 0, -1
         """The container's systemd, by its pid here."""
 
     def boot(self) -> None:
         """Until systemd there has started all units."""
-        while not self._leader:
+        while not self.leader:
             assert self._nspawn.poll() is None, "systemd-nspawn has ended"
             time.sleep(0.05)
-            self._leader = self._init()
-        self._pidfd = os.pidfd_open(self._leader)
+            self.leader = self._init()
+        self._pidfd = os.pidfd_open(self.leader)
         self.until("systemctl is-system-running | grep -Eq 'running|degraded'")
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class Container:
         return 0
 
     def said(self, script: str) -> str:
-        command = ["nsenter", "-t", str(self._leader), "-a", "bash", "-ec", script]
+        command = ["nsenter", "-t", str(self.leader), "-a", "bash", "-ec", script]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{script} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout.strip()

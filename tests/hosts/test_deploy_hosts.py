@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("sshd") is None, reason="it needs sshd (openssh-server)"),
 ]
 
-BRIDGE, HERE = "tidegate-d", "10.78.0.1"
+NAMESPACE, HERE = "tidegate-d", "10.78.0.1"
+"""The machines' network: a bridge in a namespace of its own, where no rule of this machine's firewall is."""
 ADDRESSES = {"a": "10.78.0.11", "b": "10.78.0.12", "c": "10.78.0.13"}
 MOST_DEPLOY_S = 300
 LOOK_AGAIN_S = 0.5
@@ -100,16 +101,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     key = (folder / "key.pub").read_text().strip()
     with ExitStack() as stack:
-        sh(f"ip link add {BRIDGE} type bridge")
-        stack.callback(sh, f"ip link delete {BRIDGE}")
-        for command in (f"addr add {HERE}/24 dev {BRIDGE}", f"link set {BRIDGE} up"):
+        sh(f"ip netns add {NAMESPACE}")
+        stack.callback(sh, f"ip netns delete {NAMESPACE}")
+        inside = f"ip -n {NAMESPACE} link"
+        for command in ("add net type bridge", "set net up"):
+            sh(f"{inside} {command}")
+        sh(f"ip link add {NAMESPACE} type veth peer name here netns {NAMESPACE}")
+        for command in (f"addr add {HERE}/24 dev {NAMESPACE}", f"link set {NAMESPACE} up"):
             sh(f"ip {command}")
+        sh(f"{inside} set here master net up")
         machines = {}
         for name, address in ADDRESSES.items():
-            options = f"--network-bridge={BRIDGE}"
-            # The kernel may keep a namespace for minutes, and with it this end of its link.
-            stack.callback(subprocess.run, ["ip", "link", "delete", f"vb-tidegate-{name}"], stderr=subprocess.DEVNULL)
-            each = stack.enter_context(booted(f"tidegate-{name}", options, binds={storage: "/srv/tidegate"}))
+            each = stack.enter_context(
+                booted(f"tidegate-{name}", "--private-network", binds={storage: "/srv/tidegate"})
+            )
+            sh(f"{inside} add to-{name} type veth peer name host0 netns {each.leader}")
+            sh(f"{inside} set to-{name} master net up")
             each.said(f"ip addr add {address}/24 dev host0; ip link set host0 up; mkdir -p /run/sshd")
             each.said(f"mkdir -p /root/.ssh; echo '{key}' > /root/.ssh/authorized_keys; systemctl start ssh")
             machines[name] = each
