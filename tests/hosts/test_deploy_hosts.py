@@ -118,7 +118,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             sh(f"{inside} add to-{name} type veth peer name host0 netns {each.leader}")
             sh(f"{inside} set to-{name} master net up")
             each.said(f"ip addr add {address}/24 dev host0; ip link set host0 up; mkdir -p /run/sshd")
-            each.said(f"mkdir -p /root/.ssh; echo '{key}' > /root/.ssh/authorized_keys; systemctl start ssh")
+            each.said(f"mkdir -p ~root/.ssh; echo '{key}' > ~root/.ssh/authorized_keys; systemctl start ssh")
             machines[name] = each
         yield Site(folder, storage, machines)
 

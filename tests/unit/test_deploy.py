@@ -1,4 +1,4 @@
-"""The systemd units of an agent and of a cluster."""
+"""The systemd units of an agent and of a cluster, and what an inventory may set."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cli.cluster import machines_of, nodes_of
 from cli.command import _parse, _parser
 from cli.usage import BadUsage
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+ROLE = DEPLOY / "ansible" / "roles" / "tidegate"
+PAGE = DEPLOY.parent / "docs" / "deploy.md"
 AGENT, CLUSTER = (DEPLOY / f"tidegate-{name}@.service" for name in ("agent", "cluster"))
 
 
@@ -73,3 +76,23 @@ def test_systemd_finds_no_fault_in_a_unit_but_a_program_that_is_not_installed_he
     unit.write_text(source.read_text().replace("/opt/tidegate/bin/tidegate", "/bin/true"))
     found = subprocess.run(["systemd-analyze", "verify", unit], stderr=subprocess.PIPE, text=True, check=False)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def variables() -> dict[str, object]:
+    """What an inventory may set, with the defaults."""
+    text = (ROLE / "defaults" / "main.yml").read_text()
+    return dict(yaml.safe_load(text.partition("# Not to be set")[0]))
+
+
+def test_the_page_names_every_variable_of_an_inventory() -> None:
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `tidegate_")]
+    assert sorted(re.findall(r"`(tidegate_\w+)`", "".join(rows))) == sorted(variables())
+
+
+def test_the_example_of_an_inventory_sets_variables_that_there_are() -> None:
+    everything = yaml.safe_load((DEPLOY / "ansible" / "inventory.example.yml").read_text())["all"]
+    groups = everything["children"]
+    assert set(groups) == {"tidegate_keeper", "tidegate_machines"}
+    hosts = {name: host for group in groups.values() for name, host in group["hosts"].items()}
+    names = {name for variables in (everything["vars"], *hosts.values()) for name in variables}
+    assert {name for name in names if name.startswith("tidegate_")} <= {*variables(), "tidegate_nodes"}
