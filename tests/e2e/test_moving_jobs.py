@@ -15,11 +15,13 @@ import pytest
 
 from cli.moves import moves_of
 from tests.e2e.jobs import RunningJob, running
-from tests.e2e.lineage import trained_draws, without_incarnation
+from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 from tests.e2e.moving import (
     DRAWS,
+    GROUP_SIZE,
     ITERATIONS,
     POLICIES,
+    PROMPTS,
     TWO_BY_TWO,
     Moment,
     Struck,
@@ -211,3 +213,15 @@ async def test_a_job_goes_on_after_a_node_loses_all_its_services_in_a_move(want:
         for each in [job.service(f"services.{role}", "n1") for role in Role]:
             each.kill()
         assert_as_static(job, await job.result(), want)
+
+
+async def test_prompts_without_hints_are_probed_and_every_sample_is_trained_once(tmp_path: Path) -> None:
+    """The first iteration has no earlier one to tell it lengths."""
+    raw = moving_job("tide", algorithm__minibatch_order="arrival", algorithm__iterations=1)
+    async with running(raw, tmp_path) as job:
+        summary = (await job.result())["summary"]
+        draws = expected_draws(iterations=1, prompts=PROMPTS, group_size=GROUP_SIZE)
+        assert trained_draws(job.folder.journal) == draws
+        assert (summary["lost"], summary["duplicates"]) == (0, 0)
+        logs = "".join(path.read_text() for path in job.folder.attempt().logs.glob("scheduler*.jsonl"))
+        assert logs.count(f"orders {PROMPTS} groups at the rollout") >= 2, "at the opening, and as responses end"
