@@ -100,6 +100,11 @@ def _without_changes(is_left_out: Callable[[Ints, Ints], Any]) -> Instead:
     return Instead(plans, "_changes", other)
 
 
+def _with_nothing_ahead(present: Callable[..., Any]) -> Callable[..., Any]:
+    """Engines that leave ahead of a minibatch's end decode until then."""
+    return lambda self, at, engines, slots, leave_s: present(self, at, engines, slots, 0.0)
+
+
 def _as_long_as_told(picture: Generation, groups: Ints | None = None) -> Observed:
     """No response has shown anything."""
     none, no_int = np.zeros(picture.num_groups), np.zeros(0, dtype=np.int64)
@@ -242,6 +247,10 @@ PARTS: Mapping[str, Part] = {
                 lambda present: lambda *args, **options: replace(present(*args, **options), num_tokens_ahead=None),
             ),
         )
+    ),
+    "engines that leave ahead": Part(
+        (Instead(Forecast, "_switched", _with_nothing_ahead),),
+        kept_for="the worst way of being told wrong takes 1.062 times as long as told right without it, with it 1.049",
     ),
     "copies that wait for the longest": Part(_named(outlook, "_unevenness", lambda groups: 0.0)),
     "older sequences where few run": Part(

@@ -110,14 +110,13 @@ class Lots:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`until[k]`: how many lots the first k + 1 of the remaining minibatches take together. `sigma_group`: the spread
-    of lengths within a group, in their logarithm. `streams`: a minibatch begins with its first lot."""
+    """`until[k]`: how many lots the first k + 1 of the remaining minibatches take together. `streams`: a minibatch
+    begins with its first lot."""
 
     load: Load
     lots: Lots
     until: tuple[int, ...]
     is_by_arrival: bool
-    sigma_group: float
     streams: bool = True
     num_tokens_ahead: float | None = None
     """Tokens that inference has scored of groups that have not ended. None: it does not score ahead."""
@@ -155,7 +154,6 @@ def outlook(situation: Situation, final: Floats, *, num_slots: int, waiting: Int
         lots,
         until,
         spec.minibatch_order is MinibatchOrder.ARRIVAL,
-        situation.law_in_force.sigma_group,
         spec.streams,
         ahead,
         _unevenness(final.reshape(-1, spec.group_size)),

@@ -51,6 +51,7 @@ class Segment:
 
     rate: the trainer's tokens a second.
     train_after_s, infer_after_s: seconds of switching before the trainer, or inference, works.
+    leave_s: engines that leave are asked so long before the segment begins, and do nothing until then.
     minibatch: the one that is trained; None: the segment ends after `train_after_s`.
     fixed_s: seconds of a minibatch that no GPU makes shorter.
     is_cut: the segment ends when the rollout is over, at the latest. A minibatch is not cut in the groups of its last
@@ -64,6 +65,7 @@ class Segment:
     infer_after_s: Floats
     minibatch: int | None
     fixed_s: float
+    leave_s: float = 0.0
     is_cut: bool = False
 
 

@@ -143,3 +143,22 @@ def test_a_response_is_scored_by_one_copy_of_several_gpus() -> None:
     """The last response of the one group has 5,000 tokens, at 1,000 a second and GPU."""
     one, four = (end_s(ahead=3000, num_prompts=1, last=5000.0, inference=4, copy_size=size) for size in (1, 4))
     assert one - four == pytest.approx(5.0 - 5.0 / 4, abs=0.01)
+
+
+def test_engines_that_are_asked_ahead_do_nothing_until_the_minibatch_ends() -> None:
+    own = forecast(spec=TWO_MINIBATCHES)
+    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4)
+    costs = [replace(COSTS, release_s=release_s) for release_s in (0.0, 3.0)]
+    soon, late = (
+        float(replace(own, cluster=is_open, costs=each).ends_s(plan(trainer=12, inference=2))[0]) for each in costs
+    )
+    assert late - soon >= 3.0 * 7, "seven of eight engines leave"
+
+
+def test_engines_that_leave_ahead_delay_by_no_more_than_their_absence_where_others_have_room() -> None:
+    """One sequence an engine: the others take those that come to them at the same speed."""
+    own = forecast(num_unfinished=8, spec=TWO_MINIBATCHES)
+    is_open = replace(own.cluster, is_open=True, until_s=10.0, num_trainer_gpus=4, kv_capacity_tokens=10**7)
+    soon, late = (replace(own, cluster=is_open, costs=replace(COSTS, release_s=release_s)) for release_s in (0.0, 3.0))
+    ends_s = [float(each.ends_s(plan(trainer=10, inference=2))[0]) for each in (soon, late)]
+    assert ends_s[1] - ends_s[0] <= 3.0
