@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from services.scheduler.policy import lengths_law, opening_order, situation, supported_law, trainer_rates
-from services.scheduler.policy.lengths_law import Observed, prior
+from services.scheduler.policy.lengths_law import Observed
 from services.scheduler.policy.situation import Choice, Situation, Split
 from services.scheduler.policy.tide import foresight, outlook, plans, prompt_order, seating, tide_policy
 from services.scheduler.policy.tide.cluster import Plans, fitting
@@ -141,12 +141,9 @@ def _stages_split(situation: Situation, memory: TideMemory, num_gpus: int) -> Sp
     return fitting(situation, Split(0, stage.num_trainer_gpus, stage.num_inference_gpus), num_gpus)
 
 
-def _hinted(situation: Situation) -> Ints:
-    """By hints, however large their error."""
-    if not situation.generation.hints:
-        return np.zeros(0, dtype=np.int64)
-    level, _ = prior(situation.generation, situation.lengths)
-    return np.argsort(-level, kind="stable")
+def _has_hints(situation: Situation) -> bool:
+    """Whether there are hints, however large their error."""
+    return bool(situation.generation.hints)
 
 
 def _infers_with_it(present: Callable[..., Plans]) -> Callable[..., Plans]:
@@ -169,6 +166,13 @@ def _named(owner: Any, name: str, value: Any) -> tuple[Instead, ...]:
     return (Instead(owner, name, _value(value)),)
 
 
+def _without_probes() -> tuple[Instead, ...]:
+    def none(*_: Any, **__: Any) -> tuple[int, ...]:
+        return ()
+
+    return _named(tide_policy, "probing_order", none) + _named(prompt_order, "probing_order", none)
+
+
 _LAW_AS_TOLD = _named(situation, "supported_law", _law_as_told)
 
 PARTS: Mapping[str, Part] = {
@@ -177,15 +181,9 @@ PARTS: Mapping[str, Part] = {
     "an opening at home": Part(_named(tide_policy, "_at_home", lambda *_: None)),
     "an order by hints": Part(_named(tide_policy, "order_at_opening", lambda *_, **__: ())),
     "short prompts between long ones": Part(rules={"short_share": 0.0}, kinds=STREAMED),
-    "an order by probes": Part(
-        (
-            Instead(tide_policy, "probing_order", _value(lambda *_, **__: ())),
-            Instead(prompt_order, "probing_order", _value(lambda *_, **__: ())),
-        ),
-        kinds=(*STREAMED, Kind.TOLD_WRONG),
-    ),
+    "an order by probes": Part(_without_probes(), kinds=(*STREAMED, Kind.TOLD_WRONG)),
     "hints with a large error are ignored": Part(
-        _named(opening_order, "_by_length", _hinted),
+        _named(opening_order, "hints_tell_apart", _has_hints) + _named(prompt_order, "hints_tell_apart", _has_hints),
         kept_for="no hints that are tried are told with so large an error; with such hints long prompts come last",
     ),
     # The plan and its search

@@ -23,7 +23,7 @@ from services.scheduler.state.values import Placed
 from simulator.gpus import Holder
 from simulator.happenings import Happening, What
 from simulator.world import World
-from tidegate.group_order import responses_in
+from tidegate.order_of_responses import responses_in
 from tidegate.types import GpuId, Layout
 
 

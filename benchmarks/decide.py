@@ -10,7 +10,8 @@ GPUs from the rollout runs fewer sequences then. The timed part is a whole `turn
 
 The figures are those of `tide`; `decide_slowest_ms` is that of the slowest decision that moves GPUs, the opening among
 them. The cases have every policy, with decisions that move GPUs apart, since they are few and take longest. `tide` has
-one more without hints, where it makes the order of prompts anew from time to time. Each decision is taken `REPEATS` times, and the median counts. DynaRL publishes under 200 ms for its planning.
+one more without hints, where it makes the order of prompts anew from time to time. Each decision is taken `REPEATS`
+times, and the median counts. DynaRL publishes under 200 ms for its planning.
 """
 
 from __future__ import annotations

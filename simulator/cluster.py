@@ -35,7 +35,7 @@ from simulator.situations import inferring
 from simulator.store import Store
 from simulator.voice import Voice
 from simulator.world import Opening, World
-from tidegate.group_order import responses_in
+from tidegate.order_of_responses import responses_in
 from tidegate.ownership.records import Outcome, PartKind
 from tidegate.ownership.transitions import REFUSALS
 from tidegate.types import GpuId, Grant, JobId, NodeId, Role, Token, TransitionId, instance_id, node_of

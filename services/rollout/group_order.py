@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidegate.group_order import MOST_PLACES
+from tidegate.order_of_responses import MOST_PLACES
 
 _MOST_NAMED = 8
 """The most groups that a refusal names."""

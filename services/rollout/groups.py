@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tidegate.group_order import responses_in
+from tidegate.order_of_responses import responses_in
 from tidegate.types import SampleId
 
 Response = TypeVar("Response")
@@ -52,7 +52,7 @@ class GroupsInProgress(Generic[Response]):
                 self._wait(SampleId(self.incarnation, self.iteration, prompt, draw))
 
     def order(self, prompts: Sequence[int]) -> None:
-        """Assign waiting samples in this order of prompts (`tidegate.group_order`)."""
+        """Assign waiting samples in this order of prompts (`tidegate.order_of_responses`)."""
         in_order = responses_in(prompts, self.group_size)
         self._places = {prompt_and_draw: place for place, prompt_and_draw in enumerate(in_order)}
         waiting = [sample for _, sample in self._waiting]

@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.jobs import REPOSITORY
-from tests.two_machines import are_possible
+from tests.two_machines import are_possible, sh
 
 MARKS = [
     pytest.mark.hosts,
@@ -36,6 +36,12 @@ USER_CAN_READ = " ".join(
     # The interpreter, and this repository's environment, may be in a home that only root can read.
     sorted({str(parent) for path in (Path(sys.executable).resolve(), REPOSITORY) for parent in path.parents})
 )
+
+
+ADDRESSES = {"a": "10.78.0.11", "b": "10.78.0.12", "c": "10.78.0.13"}
+"""Of the machines of `networked`."""
+NAMESPACE, HERE = "tidegate-d", "10.78.0.1"
+"""Their network: a bridge in a namespace of its own, where no rule of this machine's firewall is."""
 
 
 class Container:
@@ -111,3 +117,28 @@ def booted(name: str, *options: str, binds: Mapping[Path, str] | None = None) ->
         os.rmdir(root)
         # Its lock, which one that is killed leaves.
         Path(root).with_name(f".#{Path(root).name}.lck").unlink(missing_ok=True)
+
+
+@contextmanager
+def networked(storage: Path) -> Iterator[dict[str, Container]]:
+    """Three machines that reach each other and this one. All have `storage` at /srv/tidegate."""
+    inside = f"ip -n {NAMESPACE} link"
+    with ExitStack() as stack:
+        sh(f"ip netns add {NAMESPACE}")
+        stack.callback(sh, f"ip netns delete {NAMESPACE}")
+        for command in ("add net type bridge", "set net up"):
+            sh(f"{inside} {command}")
+        sh(f"ip link add {NAMESPACE} type veth peer name here netns {NAMESPACE}")
+        for command in (f"addr add {HERE}/24 dev {NAMESPACE}", f"link set {NAMESPACE} up"):
+            sh(f"ip {command}")
+        for command in ("set here master net", "set here up"):
+            sh(f"{inside} {command}")
+        found = {}
+        for name, address in ADDRESSES.items():
+            binds = {storage: "/srv/tidegate"}
+            found[name] = stack.enter_context(booted(f"tidegate-{name}", "--private-network", binds=binds))
+            sh(f"{inside} add to-{name} type veth peer name host0 netns {found[name].leader}")
+            for command in (f"set to-{name} master net", f"set to-{name} up"):
+                sh(f"{inside} {command}")
+            found[name].said(f"ip addr add {address}/24 dev host0; ip link set host0 up")
+        yield found

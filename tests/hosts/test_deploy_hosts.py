@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 import yaml
 
 from tests.e2e.jobs import REPOSITORY, small_job
-from tests.hosts.containers import MARKS, Container, booted
+from tests.hosts.containers import ADDRESSES, MARKS, Container, networked
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
-from tests.two_machines import sh
 
 pytestmark = [
     *MARKS,
@@ -27,9 +25,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("sshd") is None, reason="it needs sshd (openssh-server)"),
 ]
 
-NAMESPACE, HERE = "tidegate-d", "10.78.0.1"
-"""The machines' network: a bridge in a namespace of its own, where no rule of this machine's firewall is."""
-ADDRESSES = {"a": "10.78.0.11", "b": "10.78.0.12", "c": "10.78.0.13"}
 MOST_DEPLOY_S = 300
 LOOK_AGAIN_S = 0.5
 
@@ -55,8 +50,10 @@ class Site:
             "tidegate_environment": sys.prefix,
             **changes,
         }
-        keeper, *others = hosts
-        groups = {"tidegate_keeper": [keeper], "tidegate_machines": others}
+        groups: dict[str, list[str]] = {"tidegate_keeper": [], "tidegate_machines": [], "others": []}
+        for name, host in hosts.items():
+            usual = "tidegate_keeper" if name == "a" else "tidegate_machines"
+            groups[host.pop("in_group", usual)].append(name)
         return {
             "all": {
                 "vars": variables,
@@ -72,9 +69,9 @@ class Site:
         command = ["make", target, f"INVENTORY={inventory}", f"ARGS={' '.join(words)}"]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
-    def deploy(self, *words: str) -> dict[str, int]:
+    def deploy(self, *words: str, **changes: Any) -> dict[str, int]:
         """By machine: how many tasks changed something."""
-        done = self.make("deploy", *words)
+        done = self.make("deploy", *words, **changes)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         return {name: int(num) for name, num in re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+)", done.stdout, re.M)}
 
@@ -88,6 +85,10 @@ class Site:
         (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
         self.tidegate("submit", f"/srv/tidegate/{name}.yaml")
 
+    def until_saved(self, name: str) -> None:
+        while not list((self.storage / "jobs" / name / "checkpoints").glob("*/manifest.json")):
+            time.sleep(LOOK_AGAIN_S)
+
     def summary_of(self, name: str) -> dict[str, Any]:
         while not (self.storage / "jobs" / name / "result.json").exists():
             time.sleep(LOOK_AGAIN_S)
@@ -100,26 +101,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     storage.chmod(0o755)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     key = (folder / "key.pub").read_text().strip()
-    with ExitStack() as stack:
-        sh(f"ip netns add {NAMESPACE}")
-        stack.callback(sh, f"ip netns delete {NAMESPACE}")
-        inside = f"ip -n {NAMESPACE} link"
-        for command in ("add net type bridge", "set net up"):
-            sh(f"{inside} {command}")
-        sh(f"ip link add {NAMESPACE} type veth peer name here netns {NAMESPACE}")
-        for command in (f"addr add {HERE}/24 dev {NAMESPACE}", f"link set {NAMESPACE} up"):
-            sh(f"ip {command}")
-        sh(f"{inside} set here master net up")
-        machines = {}
-        for name, address in ADDRESSES.items():
-            each = stack.enter_context(
-                booted(f"tidegate-{name}", "--private-network", binds={storage: "/srv/tidegate"})
-            )
-            sh(f"{inside} add to-{name} type veth peer name host0 netns {each.leader}")
-            sh(f"{inside} set to-{name} master net up")
-            each.said(f"ip addr add {address}/24 dev host0; ip link set host0 up; mkdir -p /run/sshd")
-            each.said(f"mkdir -p ~root/.ssh; echo '{key}' > ~root/.ssh/authorized_keys; systemctl start ssh")
-            machines[name] = each
+    with networked(storage) as machines:
+        for each in machines.values():
+            each.said(f"mkdir -p ~root/.ssh /run/sshd; echo '{key}' > ~root/.ssh/authorized_keys; systemctl start ssh")
         yield Site(folder, storage, machines)
 
 
@@ -129,7 +113,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         pytest.param({"b": {"tidegate_nodes": {"n0": 4}}}, "two have one name", id="one node twice"),
         pytest.param({"b": {"tidegate_nodes": {}}}, "b has tidegate_nodes", id="no nodes"),
         pytest.param({"c": {"tidegate_address": "10.78.0.99"}}, "c has no address 10.78.0.99", id="a wrong address"),
-        pytest.param({"tidegate_user": "daemon"}, "user daemon has number 1", id="a user of another number"),
+        pytest.param({"tidegate_user": "daemon"}, "user daemon is daemon:x:1:", id="a user of another number"),
+        pytest.param({"tidegate_cluster": "Lab"}, "a of cluster Lab: both names need", id="no name of a credential"),
+        pytest.param({"b": {"in_group": "tidegate_keeper"}}, "tidegate_keeper has a, b", id="two keepers"),
+        pytest.param({"a": {"in_group": "others"}}, "tidegate_keeper has no host", id="no keeper"),
         pytest.param({"tidegate_storage": "/srv/none"}, "has no folder /srv/none", id="no storage"),
         pytest.param({"tidegate_environment": "/opt/none"}, "has no /opt/none/bin/tidegate", id="no environment"),
         pytest.param({"tidegate_device": "cuda"}, "only cpu was ever tried", id="CUDA on several machines"),
@@ -143,6 +130,12 @@ def test_what_cannot_be_deployed_is_refused_before_anything_changes(
     assert reason in " ".join(done.stdout.split()), done.stdout
     assert not (site.folder / "tidegate-authority").exists()
     assert site.machines["b"].said("ls -d /etc/tidegate /opt/tidegate || true") == ""
+
+
+def test_a_part_of_the_machines_is_not_deployed_to(site: Site) -> None:
+    done = site.make("deploy", "--limit", "b")
+    assert done.returncode != 0
+    assert "only b of the inventory" in " ".join(done.stdout.split()), done.stdout
 
 
 def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes(
@@ -162,10 +155,16 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     for name in ("first", "second"):
         assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)
 
+    # Another release, which has the same code.
+    for each in site.machines.values():
+        each.said(f"ln -s {sys.prefix} /opt/other")
     site.submit("third")
+    site.until_saved("third")
+    assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
+    assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
+
     site.submit("fourth")
-    while not list((site.storage / "jobs" / "fourth" / "checkpoints").glob("*/manifest.json")):
-        time.sleep(LOOK_AGAIN_S)
+    site.until_saved("fourth")
     site.machines["c"].end()
     for name in ("third", "fourth"):
         assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)

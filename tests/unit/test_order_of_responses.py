@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.group_order import responses_in
+from tidegate.order_of_responses import responses_in
 
 
 @given(st.permutations([0, 1, 2, 3]), st.permutations([0, 1, 2, 3]), st.integers(0, 4), st.integers(1, 4))

@@ -47,7 +47,9 @@ def _order(state: ClusterState, iteration: Iteration, proposal: Proposal, now_ms
         return Needs()
     step = f"{state.job}/{state.incarnation}/i{iteration.plan.iteration}/order-{steering.num_orders}"
     head = header(state, Role.ROLLOUT, lead, step=step, now_ms=now_ms)
-    groups = steering.asked_order if head.id in state.expectations else proposal.group_order
+    # A policy may give its order once: a lead that has none yet gets the last one.
+    chosen = proposal.group_order or (() if steering.group_order else steering.asked_order)
+    groups = steering.asked_order if head.id in state.expectations else chosen
     if not groups or groups == steering.group_order:
         return Needs()
     command = cmd.OrderGroups(head, iteration.plan.iteration, groups)

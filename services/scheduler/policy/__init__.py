@@ -23,7 +23,7 @@ class Proposal:
     placement: a role that is missing stays as it is; a role with None should have no GPUs. The rollout's GPUs are those
       of its engines, one engine after the other, in a layout whose dp is their number.
     trains: whether the actor may begin its next minibatch.
-    group_order: the order in which prompts go to engines; empty leaves it.
+    group_order: the order in which prompts go to engines (`tidegate.order_of_responses`); empty leaves it.
     gone: the GPUs that the job goes on without.
     """
 

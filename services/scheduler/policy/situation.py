@@ -189,7 +189,7 @@ class Choice:
     trains: whether the trainer may begin its next minibatch.
     memory: the policy finds it, with the assignment, in the next situation; None keeps neither.
     group_order: the order in which prompts go to engines, those that an engine hands back included
-      (`tidegate.group_order`); empty leaves it.
+      (`tidegate.order_of_responses`); empty leaves it.
     ask_at_ms: when the policy wants to be asked again if nothing happens before.
     ends_at_ms: when it expects the iteration to end, for people to read.
     alternatives: what it weighed, the chosen one among them; empty where it weighed nothing by a forecast.

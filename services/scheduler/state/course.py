@@ -18,7 +18,7 @@ class Steering:
     """The steering commands that the leads accepted in the open iteration.
 
     - `is_held`: the actor begins no further minibatch.
-    - `group_order`: the order of the groups. Empty: the rollout's own order.
+    - `group_order`: the order of the groups, one of which may be there twice. Empty: the rollout's own order.
     - `num_holds`, `num_orders`: how many commands of each kind the leads accepted.
     - `asked_order`: the order in the last command that was sent, accepted or not.
     """

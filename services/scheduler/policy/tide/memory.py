@@ -36,7 +36,7 @@ class TideMemory(PolicyMemory):
     """is_begun: the trainer has got its GPUs in this iteration.
     num_answered: the number of minibatches that have got their GPUs.
     plan: how to go on.
-    ordered_at_ms: when prompts got their order. None: not in this iteration.
+    ordered_at_ms: when the order of prompts was last chosen, be it to leave them as they are. None: not yet.
     """
 
     is_begun: bool = False

@@ -64,9 +64,9 @@ from tidegate.types import GpuId, Role
 SOON_S = 0.5
 """A start that is nearer counts as now: the next decision may come no sooner."""
 
-
-ORDERED_AGAIN_S, ORDERED_SHARE = 0.5, 0.05
-"""Prompts get another order no sooner than this, and this share of the remaining time, after the last one."""
+AGAIN_S, AGAIN_SHARE = 0.5, 0.05
+"""Prompts get another order no sooner than this, and this share of the remaining time, after the last one. With
+0.01 in place of the share iterations have more orders and end no sooner, in eight settings on six seeds."""
 
 LOOKED_AGAIN_S = 1.0
 """An open minibatch is searched for no sooner after the last search: events come much more often."""
@@ -362,7 +362,7 @@ def _orders_again(situation: Situation, memory: TideMemory) -> bool:
     plan, now_ms, before_ms = memory.plan, situation.now_ms, memory.ordered_at_ms
     if plan is None or before_ms is None:
         return plan is not None
-    return now_ms - before_ms >= max(1000 * ORDERED_AGAIN_S, ORDERED_SHARE * (plan.ends_at_ms - before_ms))
+    return now_ms - before_ms >= max(1000 * AGAIN_S, AGAIN_SHARE * (plan.ends_at_ms - before_ms))
 
 
 def _has_idle_gpus(situation: Situation) -> bool:

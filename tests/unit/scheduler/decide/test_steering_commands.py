@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
+
 from services.scheduler.decide.proposals import proposal_of
 from services.scheduler.policy import Proposal
 from services.scheduler.policy.static import StaticPolicy
@@ -105,11 +107,14 @@ def test_a_steering_command_under_way_is_repeated_unchanged_before_another_is_se
     assert drive.state.iteration.steering.group_order == (1, 0, 2, 3)
 
 
-def test_each_iteration_begins_unheld_and_a_new_rollout_lead_gets_the_order_again() -> None:
+@pytest.mark.parametrize("is_given_once", [False, True])
+def test_each_iteration_begins_unheld_and_a_new_rollout_lead_gets_the_order_again(is_given_once: bool) -> None:
     drive, steered = iterating()
     steered.group_order = (3, 2, 1, 0)
     drive.decide()
     deliver_all(drive)
+    if is_given_once:
+        steered.group_order = ()
     drive.cluster.elect(instance_id(Role.ROLLOUT, NODES[1]))
     deliver_all(drive)
 

@@ -18,7 +18,7 @@ def responses_in(order: Sequence[int], group_size: int) -> Iterator[tuple[int, i
     last = {group: place for place, group in enumerate(order)}
     named = set[int]()
     for place, group in enumerate(order):
-        is_again, is_last = group in named, last[group] == place
+        first = 1 if group in named else 0
         named.add(group)
-        for draw in range(is_again, group_size if is_last else 1):
+        for draw in range(first, group_size if last[group] == place else 1):
             yield group, draw
