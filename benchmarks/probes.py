@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.ablation_parts import PARTS, Part
 from benchmarks.contenders import ROOFLINE, SCENARIO
@@ -65,7 +66,7 @@ def main() -> int:
             for seed in seeds
             for has_probes in (False, True)
         }
-    cases = []
+    cases: list[dict[str, Any]] = []
     for name in SETTINGS:
         without_s, with_s = ([found[name, seed, each].result() for seed in seeds] for each in (False, True))
         gains = [before / after - 1 for before, after in zip(without_s, with_s, strict=True)]
