@@ -73,7 +73,8 @@ class Site:
         """By machine: how many tasks changed something."""
         done = self.make("deploy", *words, **changes)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-        return {name: int(num) for name, num in re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+)", done.stdout, re.M)}
+        told = re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+)", done.stdout, re.MULTILINE)
+        return {name: int(num) for name, num in told if name in self.machines}
 
     def tidegate(self, *words: str) -> str:
         """What a command of the cluster's user says on machine a."""
