@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 MOST_PLACES = 2
-"""Of one group in an order."""
+"""The most places of one group in an order."""
 
 
 def responses_in(order: Sequence[int], group_size: int) -> Iterator[tuple[int, int]]:

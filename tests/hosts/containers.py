@@ -39,7 +39,7 @@ USER_CAN_READ = " ".join(
 
 
 ADDRESSES = {"a": "10.78.0.11", "b": "10.78.0.12", "c": "10.78.0.13"}
-"""Of the machines of `networked`."""
+"""The addresses of the machines of `networked`."""
 NAMESPACE, HERE = "tidegate-d", "10.78.0.1"
 """Their network: a bridge in a namespace of its own, where no rule of this machine's firewall is."""
 
