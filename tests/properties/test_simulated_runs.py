@@ -100,6 +100,7 @@ def scenarios(draw: st.DrawFn, losses: Faults = gpu_faults, nodes: Mapping[str, 
             "lengths": {
                 "law": draw(st.sampled_from(["lognormal", "long_tailed"])),
                 "median_tokens": 800,
+                "hint_sigma": draw(st.sampled_from([0.3, 3.0])),
                 "max_tokens": 4000,
                 "mean_turns": draw(st.sampled_from([1.0, 2.5])),
                 "environment_s": 1.0,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ from services.scheduler.state import commands as cmd
 from services.scheduler.state import events as ev
 from simulator.changes import Change
 from tests.unit.scheduler.fake_members import FakeMembers
-from tests.unit.scheduler.fake_parts import FakeGate, FakeLead
+from tests.unit.scheduler.fake_parts import FakeGate, FakeLead, role_of
 from tidegate.ownership.transitions import REFUSALS
-from tidegate.types import Role, instance_id, node_of
+from tidegate.types import Grant, Role, instance_id, node_of
 
 
 @dataclass
@@ -67,8 +68,7 @@ class FakeChanges(FakeMembers):
         lead.members = resize.members
         self.voice.commit_layout(lead, resize.layout, **said)
         if resize.leaving:
-            self._let_go(resize.leaving)
-            self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+            self._release(lead, resize.leaving, said)
 
     def _fault_in_preparing(self, lead: FakeLead, resize: Change) -> tuple[str, bool] | None:
         """The fault, and whether it is a death; None when the store has committed."""
@@ -98,8 +98,7 @@ class FakeChanges(FakeMembers):
             self.voice.say(lead.instance, ev.ResizeFailed("it could not be prepared"), **said)
             return
         lead.members = resize.members
-        self._let_go(resize.leaving)
-        self.voice.say(lead.instance, ev.GpusReleased(resize.leaving), grants=resize.leaving, **said)
+        self._release(lead, resize.leaving, said)
         assert resize.layout is not None, "a component changes to a layout"
         self.voice.commit_layout(lead, resize.layout, **said)
 
@@ -120,8 +119,18 @@ class FakeChanges(FakeMembers):
         else:
             lead.kept_on = frozenset(node_of(grant.gpu) for grant in lead.members)
             lead.members = ()
-            self._let_go(command.grants)
-            self.voice.say(lead.instance, ev.GpusReleased(command.grants), grants=command.grants, **said)
+            self._release(lead, command.grants, said)
+
+    def _release(self, lead: FakeLead, grants: tuple[Grant, ...], said: Mapping[str, Any]) -> None:
+        """The lead says nothing of workers of a dead instance: it cannot know whether they still run."""
+        known = tuple(
+            grant
+            for grant in grants
+            if self.instances[instance_id(role_of(lead.instance), node_of(grant.gpu))].is_alive
+        )
+        self._let_go(known)
+        if known:
+            self.voice.say(lead.instance, ev.GpusReleased(known), **said)
 
     def _resume(self, command: cmd.Resume, lead: FakeLead) -> None:
         if not lead.kept_on:

@@ -28,7 +28,7 @@ from tests.unit.scheduler.fake_pictures import EIGHTHS, is_between_minibatches, 
 from tidegate.checkpoint_names import checkpoint_name
 from tidegate.ownership.records import GpuRecord, MoveState
 from tidegate.ownership.transitions import REFUSALS
-from tidegate.types import GpuId, Grant, Role, Token
+from tidegate.types import GpuId, Grant, Role, Token, instance_id
 
 
 @dataclass
@@ -108,7 +108,9 @@ class FakeCluster(FakeChanges):
         return ev.Event(job=JOB, source="scheduler", boot=1, sequence=0, body=body)
 
     def _answer_gate(self, command: cmd.AskGate) -> None:
-        """A gate knows of the GPUs that somebody passed to, and of no others."""
+        """A living instance on its node asks it. A gate knows of the GPUs that somebody passed to, and of no others."""
+        if not any(self.instances[instance_id(role, command.node)].is_alive for role in Role):
+            return
         passed = {slot: gate for slot, gate in self.gates.items() if gate.highest > Token(0, 0)}
         gates = (ev.GateState(slot, gate.highest, gate.is_held) for slot, gate in passed.items())
         self.voice.report_gates(command, gates)
@@ -181,7 +183,7 @@ class FakeCluster(FakeChanges):
                     if self.gates[grant.gpu].holder in (None, header.role):
                         self.gates[grant.gpu].is_held = False
                 lead.members = tuple(grant for grant in lead.members if grant not in command.grants)
-                self.voice.say(lead.instance, ev.GpusReleased(command.grants), transition=header.transition_id)
+                self._release(lead, command.grants, {"transition": header.transition_id})
             case cmd.LoadWeights():
                 lead.members = header.members
                 lead.versions = dict.fromkeys(lead.members, command.weights.version)

@@ -25,6 +25,7 @@ Invariants:
   [test_layout_changes: costs_the_resize_at_its_deadline]
 - A resize that the store has committed stays open until the lead has switched.
   [test_layout_changes: open_until_the_lead_switched]
+- A resize in force waits for no GPU of a node that is lost. [test_deaths_in_moves: node_of_engines_that_leave]
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from services.scheduler.decide.moving.steps import (
     close,
     commit,
     described,
+    may_be_told_of,
     nodes_of,
     plan,
 )
@@ -143,10 +145,12 @@ def _asked(state: ClusterState, role: Role, transition: Transition, now_ms: int)
 
 
 def _released(state: ClusterState, role: Role, transition: Transition, now_ms: int) -> Needs:
-    """The layout is in force. Each GPU that left is released when its holder or its gate says that it is free."""
+    """The layout is in force. Each GPU that left is released when its holder or its gate says that it is free. GPUs of
+    which nobody can say so stay the component's, which counts them as lost once the transition is closed."""
     leaving = [move for move in transition.moves if move.state is MoveState.DRAINING]
     free = [move for move in leaving if Grant(move.gpu, move.token) in state.released]
-    if not leaving or now_ms >= transition.deadline_unix_ms:
+    is_told_of = bool(free) or any(may_be_told_of(state, move.gpu) for move in leaving)
+    if not is_told_of or now_ms >= transition.deadline_unix_ms:
         return close(transition)
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
     return Needs(steps, (f"releases {len(free)} of {len(leaving)} GPUs that the {role} left",))

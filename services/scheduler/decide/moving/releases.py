@@ -8,12 +8,14 @@ A stop and a suspension take the same steps:
 
 A component that keeps some GPUs changes its layout first, by the steps of `layout_changes`.
 
-Past its deadline a stop ends the job. A suspension past its deadline is closed: GPUs that are not released stay as they
-were. Where the component is down by then, they are taken back.
+Past its deadline a stop ends the job. A suspension past its deadline is closed, and so is one that waits for GPUs of
+lost nodes alone: GPUs that are not released stay as they were. Where the component is down by then, they are taken
+back.
 
 Invariants:
 - A stop past its deadline ends the job, with the GPUs that still drain. [test_failed_changes: stop_that_is_not_done]
 - A change past its deadline leaves the component as it was. [test_unfinished_moves: change_that_is_overdue]
+- A suspension waits for no GPU of a node that is lost. [test_deaths_in_moves: node_of_engines_that_leave]
 - A component that fails to give GPUs back again and again ends the job. [test_unfinished_moves: never_gives_its_gpus]
 """
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.scheduler.decide.moving.starts import pause
-from services.scheduler.decide.moving.steps import advance, change_deadline_ms, close, commit, plan
+from services.scheduler.decide.moving.steps import advance, change_deadline_ms, close, commit, may_be_told_of, plan
 from services.scheduler.decide.needs import Needs, header, waiting
 from services.scheduler.evolve.losses import MAX_FAILED_RELEASES
 from services.scheduler.state import commands as cmd
@@ -88,8 +90,9 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
     """The next step of an open stop or suspension."""
     planned = [move for move in transition.moves if move.state is MoveState.PLANNED]
     draining = [move for move in transition.moves if move.state is MoveState.DRAINING]
+    is_suspend = transition.part(role).kind is PartKind.SUSPEND
     if now_ms >= transition.deadline_unix_ms and (planned or draining):
-        if transition.part(role).kind is PartKind.SUSPEND:
+        if is_suspend:
             return close(transition)
         left = f"{len(planned) + len(draining)} of {len(transition.moves)} GPUs still draining"
         return Needs(failure=f"{transition.id} was not done by its deadline, {left}")
@@ -102,6 +105,8 @@ def emptied(state: ClusterState, role: Role, transition: Transition, now_ms: int
     free = [move for move in draining if Grant(move.gpu, move.token) in state.released]
     steps = tuple(advance(transition, move, MoveState.RELEASED) for move in free)
     working = tuple(grant for move in draining if (grant := Grant(move.gpu, move.token)) in at_work)
+    if is_suspend and not (free or working or any(may_be_told_of(state, move.gpu) for move in draining)):
+        return close(transition)
     needs = Needs(steps, (f"releases {len(free)} of the {role}'s {len(draining)} draining GPUs",))
     return needs + _asked(state, role, transition, working, now_ms) if working else needs
 

@@ -20,7 +20,7 @@ from services.scheduler.state.components import Target, node_of_instance
 from tidegate.ownership import transitions as rules
 from tidegate.ownership.records import GpuRecord, Move, MoveState, Part, Transition
 from tidegate.short_lists import counted
-from tidegate.types import CommandId, Layout, NodeId, Role
+from tidegate.types import CommandId, GpuId, Layout, NodeId, Role, node_of
 
 TRANSITION_DEADLINES = MAX_ISSUES + 1
 """Command deadlines that a transition has. A lead that hangs ends the job one deadline earlier, with a message that
@@ -104,6 +104,11 @@ def _change(state: ClusterState, together: tuple[cmd.Command, ...]) -> rules.Cha
 def described(record: GpuRecord) -> str:
     owner = f" of {record.owner}" if record.owner else ""
     return f"{record.gpu} {record.state}{owner}"
+
+
+def may_be_told_of(state: ClusterState, gpu: GpuId) -> bool:
+    """Whether somebody can say that the GPU is free: an instance on its node knows its holder, or asks its gate."""
+    return bool(state.living(node=node_of(gpu)))
 
 
 def nodes_of(state: ClusterState, role: Role) -> set[NodeId]:

@@ -208,3 +208,26 @@ def test_a_rollout_that_keeps_no_engine_is_started_anew() -> None:
     assert all(down.members for down in downs), "no lead has to give up all"
     drive.run_until(lambda state: gpus_of(state, Role.ROLLOUT) == (ROLLOUT[0],))
     finishes(drive, proposed)
+
+
+@pytest.mark.parametrize("place", [engines(ROLLOUT[0]), None], ids=["some leave", "all leave"])
+def test_a_lost_node_of_engines_that_leave_keeps_no_change_open(place: Placed | None) -> None:
+    home = {**HOME, Role.ACTOR: Placed((ACTOR[0],), Layout()), Role.INFERENCE: Placed((INFERENCE[0],), Layout())}
+    drive, proposed = running(replace(spec(), placement=home))
+    drive.cluster.has_supervisor = False
+    drive.cluster.hung.add(Role.ROLLOUT)
+    ready(drive, proposed, rollout=place)
+    transition = drive.state.changing(Role.ROLLOUT)
+    assert transition is not None
+    for role in Role:
+        drive.cluster.kill_instance(instance_id(role, NODES[1]), tells=True)
+    drive.cluster.hung.clear()
+    drive.cluster.move_lead(Role.ROLLOUT)
+    deliver_all(drive)
+    settle(drive)
+
+    assert not drive.cluster.store.records[transition.id].is_open
+    assert {drive.cluster.store.gpus[slot].state for slot in ROLLOUT[1:]} == {GpuState.LOST}
+    assert drive.cluster.store.gpus[ACTOR[0]].state is GpuState.OWNED
+    drive.cluster.has_supervisor = True
+    finishes(drive, proposed)
