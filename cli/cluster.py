@@ -1,4 +1,4 @@
-"""`tidegate up`, `down`, `submit`: a cluster that stays on this machine, and its queue of jobs.
+"""`tidegate up`, `down`, `submit`, `wait`: a cluster that stays on this machine, and its queue of jobs.
 
 The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. `get jobs` and `cancel` ask it too, where one is
 up.
@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from cli.rows import Form, Row, answer_text
+from cli.jobs import UnknownJob
+from cli.rows import Form, Row, answer_text, show
 from cli.usage import BadUsage
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
@@ -250,18 +251,40 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
     async with cluster_of(folder) as cluster:
         found = (await cluster.SubmitJob(request)).submission
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
-    if not follow:
-        return 0
-    last = ("", "")
-    while found.state != "ended":
-        if (now := (found.state, found.message)) != last:
-            told = f": {found.message}" if found.message else ""
-            print(f"tidegate: job {found.job} is {found.state}{told}", file=sys.stderr)
-            last = now
+    return int(not await _have_finished(folder, {found.job})) if follow else 0
+
+
+async def wait(jobs: Collection[str], output_dir: Path, form: Form) -> int:
+    """Waits for the end of these jobs, or of all that have not ended. The exit code: 1 where one has not finished.
+    NoCluster, UnknownJob."""
+    folder = ClusterFolder.of(output_dir)
+    known = await _listed(folder)
+    if unknown := sorted({*jobs}.difference(each.job for each in known)):
+        has = ", ".join(sorted(each.job for each in known)) or "none"
+        raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
+    waited_for = {*jobs} or {each.job for each in known if each.state != "ended"}
+    is_done = await _have_finished(folder, waited_for)
+    rows = [row_of(each) for each in await _listed(folder) if each.job in waited_for]
+    empty = f"all jobs of the cluster of {output_dir} have ended"
+    show(rows, ("job", "state", "starts", "message"), form=form, out=sys.stdout, empty=empty)
+    return int(not is_done)
+
+
+async def _have_finished(folder: ClusterFolder, jobs: Collection[str]) -> bool:
+    """Once all of them have ended: whether all have finished. Each change is told on stderr."""
+    told: dict[str, str] = {}
+    while True:
+        found = [each for each in await _listed(folder) if each.job in jobs]
+        for each in found:
+            is_over = each.state == "ended"
+            text = f"{each.end}: {each.message}" if is_over else f"is {each.state}"
+            text += f": {each.message}" if each.message and not is_over else ""
+            if told.get(each.job) != text:
+                print(f"tidegate: job {each.job} {text}", file=sys.stderr)
+                told[each.job] = text
+        if all(each.state == "ended" for each in found):
+            return all(each.end == "finished" for each in found)
         await asyncio.sleep(_FOLLOW_S)
-        found = next(each for each in await _listed(folder) if each.job == found.job)
-    print(f"tidegate: job {found.job} {found.end}: {found.message}", file=sys.stderr)
-    return int(found.end != "finished")
 
 
 async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:

@@ -107,6 +107,8 @@ def _run(args: argparse.Namespace) -> int:
             return run_commands.run(args, form)
         case "submit":
             return cluster.submit(args, form)
+        case "wait":
+            return asyncio.run(cluster.wait(args.jobs, output_dir, form))
         case "up":
             return cluster.up(args, output_dir, form)
         case "down":
@@ -265,6 +267,8 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     submit.add_argument("--force", action="store_true", help="remove the files of the job's earlier run and start over")
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
+    wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
+    wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

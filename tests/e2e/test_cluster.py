@@ -130,8 +130,11 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert (node["node"], node["slots"]) == ("n0", 6)
     assert "the machine that keeps the cluster: host " in cluster.run("describe", "node", "n0")
     assert "no node 'n7': it has n0" in cluster.run("describe", "node", "n7", is_refused=True)
-    for job in ("one", "two", "late"):
-        cluster.until(job, state="finished")
+    assert "has no job nosuch; it has " in cluster.run("wait", "one", "nosuch", is_refused=True)
+    waited = json.loads(cluster.run("wait", "-o", "json"))
+    assert {row["job"]: row["state"] for row in waited} == dict.fromkeys(("one", "two", "late"), "finished")
+    assert "all jobs of the cluster of " in cluster.run("wait")
+    assert "job never cancelled" in cluster.run("wait", "never", is_refused=True)
     told = cluster.told()
     gpus = {line["job"]: line["gpus"] for line in told if line["state"] == "placed"}
     assert not {*gpus["one"]} & {*gpus["two"]}
