@@ -74,7 +74,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", metavar="HOST", help="this machine's address, where the others reach it")
     help_ = "the operator's credential that the agents ask for"
     parser.add_argument("--machine-credentials", type=Path, metavar="FOLDER", help=help_)
-    help_ = "the folder of gates, the same path on a local disk of each machine"
+    help_ = "the folder of gates, the same path on a local disk of each machine (default: with the jobs)"
     parser.add_argument("--gate-root", type=Path, metavar="FOLDER", help=help_)
 
 
@@ -128,9 +128,9 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         "--gate-root": args.gate_root,
     }
     if not agents:
-        if given := [option for option, value in needed.items() if value]:
+        if given := [option for option, value in needed.items() if value and option != "--gate-root"]:
             raise BadUsage(f"{', '.join(given)}: only a cluster with nodes on other machines (--machine) needs it")
-        return Machines()
+        return Machines(gate_root=str(args.gate_root.resolve()) if args.gate_root else "")
     if missing := [option for option, value in needed.items() if not value]:
         raise BadUsage(f"--machine needs {', '.join(missing)} too")
     if args.device != "cpu":

@@ -38,6 +38,7 @@ from tests.unit.cli.configs import small
             "--address: give an IPv4 address that the other machines reach, not 127.0.0.1",
         ),
         ("down", 1, "no cluster is up in"),
+        ("wait", 1, "no cluster is up in {jobs}"),
         ("describe node n0", 1, "no cluster is up in {jobs}"),
         ("describe job n0", 2, "describe takes no n0; `tidegate describe --help` lists the arguments"),
         ("submit {config}", 1, "no cluster is up in {jobs}: start one with tidegate up n0=8"),
