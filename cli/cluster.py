@@ -63,6 +63,8 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--credentials", type=Path, required=True, metavar="FOLDER", help=help_)
     help_ = "the same as the jobs' runtime.host_memory_root (default: /dev/shm)"
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"), metavar="FOLDER", help=help_)
+    help_ = "cuda: it lends its GPUs, as `tidegate up --device cuda` asks for them (default: cpu)"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help=help_)
     help_ = "for what its helper prints (default: nowhere)"
     parser.add_argument("--log", type=Path, default=Path(os.devnull), metavar="FILE", help=help_)
 
@@ -133,8 +135,6 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         return Machines(gate_root=str(args.gate_root.resolve()) if args.gate_root else "")
     if missing := [option for option, value in needed.items() if not value]:
         raise BadUsage(f"--machine needs {', '.join(missing)} too")
-    if args.device != "cpu":
-        raise BadUsage(f"--machine with --device {args.device}: so far on cpu alone")
     nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
     try:
         far = tuple(far_machine(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
@@ -158,7 +158,9 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     machines = machines_of(args, machine_by_node)
     if (pid := agent_pid(folder)) is not None:
         raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
-    of_a_job = ClusterSection.model_construct(nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu)
+    of_a_job = ClusterSection.model_construct(
+        nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu, machines=machines.far
+    )
     if fault := cuda_fault(of_a_job):
         raise NotUp(fault)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -236,15 +238,16 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
     for warning in (*sourced.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
+    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", has_devices=True)
     try:
-        config = asyncio.run(check_job(RunRequest(config, start, f"{command} --resume", f"{command} --force"))).config
+        config = asyncio.run(check_job(request)).config
     except ConfigError as error:
         raise ConfigError(with_origins(str(error), sourced.layer)) from error
-    request = cluster_pb2.SubmitJobRequest(
+    submission = cluster_pb2.SubmitJobRequest(
         config=config.to_json(), treatment=start, priority=args.priority, command=command
     )
     folder = ClusterFolder.of(Path(config.output_dir))
-    return asyncio.run(_submit(folder, request, form, follow=args.follow))
+    return asyncio.run(_submit(folder, submission, form, follow=args.follow))
 
 
 async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def _machine_row(found: cluster_pb2.GetNodeMachineResponse) -> Row:
         "host_memory_root": there.host_memory_root,
         "host_memory_bytes": there.host_memory.total_bytes,
         "host_memory_available_bytes": there.host_memory.available_bytes,
+        "cuda_devices": [{"name": each.name, "bytes": each.total_bytes} for each in there.cuda_devices],
         "versions": dict(there.versions),
     }
 
@@ -110,9 +112,15 @@ def _machine_text(found: cluster_pb2.GetNodeMachineResponse) -> str:
             f"{where}: host {there.hostname}, {there.num_cores:g} cores",
             f"memory {_told(there.memory)}; {there.host_memory_root} {_told(there.host_memory)}",
             f"addresses {', '.join(there.addresses)}",
+            *([f"GPUs {_gpus_text(there.cuda_devices)}"] if there.cuda_devices else []),
             f"versions {versions}",
         )
     )
+
+
+def _gpus_text(devices: Iterable[machine_pb2.CudaDevice]) -> str:
+    kinds = Counter(f"{each.name} ({each.total_bytes / _GIB:.0f} GiB)" for each in devices)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
 def _told(memory: machine_pb2.Memory) -> str:

@@ -52,6 +52,7 @@ from tidegate.launcher.claim import write_private
 from tidegate.launcher.lock import held
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
+from tidegate.runtime.cuda import NoCuda, cuda_devices
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.front import MOST_CONNECTIONS, Front
 from tidegate.runtime.processes import ServiceSpec, Supervisor
@@ -114,6 +115,9 @@ class Agent:
             )
             jobs = NodeJobs(folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed)
             servicer.jobs = jobs
+            if self._slots.device == "cuda":
+                finding = asyncio.create_task(_find_devices(servicer))
+                closing.callback(finding.cancel)
             server = await serve([served], f"{LOOPBACK}:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
             closing.callback(self._spawner.close)
@@ -226,6 +230,12 @@ class Agent:
                 if ended.restarts_in_s is None and not ended.was_asked:
                     raise ServerFailed(f"{ended.name} ended with status {ended.exit_status} and stays away")
             await jobs.note_end(ended)
+
+
+async def _find_devices(servicer: NodeServicer) -> None:
+    """A machine that keeps a cluster of other machines' GPUs may have none."""
+    with contextlib.suppress(NoCuda):
+        servicer.devices = await asyncio.to_thread(cuda_devices)
 
 
 def _raise_limit_of_files() -> None:

@@ -71,7 +71,9 @@ class FarMachines:
         self._changed = changed
         self._now_s = now_s
         self._log = structlog.get_logger("agent")
-        of_all = ClusterSection.model_construct(nodes=slots.nodes, addresses={}, machines=())
+        of_all = ClusterSection.model_construct(
+            nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu, addresses={}, machines=()
+        )
         self._cluster = machines.section_of(of_all)
         self._tls = Credentials(Path(machines.credentials)) if machines.far else None
         self._far = [_Far(each, now_s()) for each in machines.far]

@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,6 +51,7 @@ from tidegate.job import JobFolder
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import BEAT_S, LOST_S, fork_server_socket
+from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.inventory import this_machine
 from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
@@ -65,8 +66,12 @@ Requests = AsyncIterator[machine_pb2.RunProcessRequest]
 
 
 class MachineServicer(machine_pb2_grpc.MachineServicer):
-    def __init__(self, start_child: StartChild | None, host_memory_root: Path) -> None:
+    def __init__(
+        self, start_child: StartChild | None, host_memory_root: Path, devices: Sequence[CudaDevice] = ()
+    ) -> None:
+        """`devices`: those that jobs may use."""
         self._start_child = start_child
+        self._devices = devices
         self._memories = _JobMemories(host_memory_root)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
@@ -76,7 +81,7 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         has_shared = bool(request.shared) and await asyncio.to_thread(_is_seen, Path(request.shared))
-        found = this_machine(self._memories.root)
+        found = this_machine(self._memories.root, self._devices)
         found.has_shared = has_shared
         return found
 
@@ -311,13 +316,15 @@ def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig) -> ServiceSpec:
     )
 
 
-async def run(listen: str, tls: Credentials, host_memory_root: Path, log: Path) -> None:
+async def run(
+    listen: str, tls: Credentials, host_memory_root: Path, log: Path, devices: Sequence[CudaDevice] = ()
+) -> None:
     """Until SIGTERM. ValueError for an address on which it cannot listen."""
     stopping = await stop_signal()
-    spawner = Spawner.begin(FORKED, env=service_env("cpu"), log_path=log)
+    spawner = Spawner.begin(FORKED, env=service_env("cuda" if devices else "cpu"), log_path=log)
     try:
         await spawner.ready()
-        servicer = MachineServicer(spawner.start, host_memory_root)
+        servicer = MachineServicer(spawner.start, host_memory_root, devices)
         served = Service(
             machine_pb2.DESCRIPTOR.services_by_name["Machine"],
             lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
@@ -343,7 +350,11 @@ def main(args: argparse.Namespace) -> int:
         this_machine(args.host_memory_root)
         if tls.identity.party is not Party.NODE:
             raise ConfigError(f"{args.credentials} is the credential of {tls.identity}: an agent's is of a node")
-        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log))
+        devices = cuda_devices() if args.device == "cuda" else []
+        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices))
+    except NoCuda as none:
+        print(f"--device cuda, but on this machine {none}", file=sys.stderr)
+        return 1
     except (CertsError, ConfigError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

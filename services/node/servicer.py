@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
+from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.inventory import this_machine
 from tidegate.types import NodeId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
@@ -58,6 +59,8 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         self._machines = machines
         self._version = version
         self._host_memory_root = host_memory_root
+        self.devices: Sequence[CudaDevice] = ()
+        """Set once they are found, which takes seconds."""
         self.jobs: NodeJobs | None = None
         """Set before the first call."""
 
@@ -88,7 +91,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         self, request: cluster_pb2.GetNodeMachineRequest, context: Any
     ) -> cluster_pb2.GetNodeMachineResponse:
         far = await self._machines.machine_of(NodeId(request.node))
-        return far or cluster_pb2.GetNodeMachineResponse(machine=this_machine(self._host_memory_root))
+        return far or cluster_pb2.GetNodeMachineResponse(machine=this_machine(self._host_memory_root, self.devices))
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
         config = JobConfig.from_json(request.config)

@@ -120,7 +120,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         pytest.param({"a": {"in_group": "others"}}, "tidegate_keeper has no host", id="no keeper"),
         pytest.param({"tidegate_storage": "/srv/none"}, "has no folder /srv/none", id="no storage"),
         pytest.param({"tidegate_environment": "/opt/none"}, "has no /opt/none/bin/tidegate", id="no environment"),
-        pytest.param({"tidegate_device": "cuda"}, "only cpu was ever tried", id="CUDA on several machines"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_before_anything_changes(

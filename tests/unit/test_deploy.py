@@ -42,8 +42,10 @@ def environment(*, with_machines: bool) -> dict[str, str]:
 
 
 def test_the_unit_starts_an_agent_as_the_command_takes_it() -> None:
-    args = _parse(_parser(), command_of(AGENT, LISTEN="10.0.0.8:7400"))
+    args = _parse(_parser(), command_of(AGENT, LISTEN="10.0.0.8:7400", OPTIONS="--device cuda"))
     assert (args.command, args.listen, args.credentials) == ("agent", "10.0.0.8:7400", Path("/etc/tidegate/node"))
+    assert args.device == "cuda"
+    assert _parse(_parser(), command_of(AGENT, LISTEN="10.0.0.8:7400", OPTIONS="")).device == "cpu"
 
 
 def test_the_unit_starts_a_cluster_as_the_command_takes_it() -> None:

@@ -26,6 +26,7 @@ from tidegate.adapters.redis_store import redis_store
 from tidegate.adapters.redis_url import BadRedisUrl
 from tidegate.certs.authority import CertsError, Credential
 from tidegate.certs.identity import Party
+from tidegate.config.checks.job import devices_fault
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
@@ -120,7 +121,9 @@ async def machine_fault(
         if address not in there.addresses and not IPv4Address(address).is_loopback:
             listed = ", ".join(there.addresses)
             return f"cluster.addresses: {node}: {address} is no address of {machine.name}, which has {listed}"
-    return ""
+    if cluster.device == "cuda" and not there.cuda_devices:
+        return f"{key}: its agent lends no CUDA device: start it with tidegate agent --device cuda"
+    return devices_fault(cluster, len(there.cuda_devices), machine=machine.name) or ""
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

@@ -97,6 +97,8 @@ class RunRequest:
     """Remarks on how the config was read. They are shown with the config's warnings."""
     is_of_cluster: bool = False
     """Whether a cluster starts it, and keeps its store."""
+    has_devices: bool = False
+    """Whether a cluster has the devices of its slots, wherever they are, and has checked them."""
 
 
 async def check_job(request: RunRequest) -> Job:
@@ -145,7 +147,7 @@ async def run_job(request: RunRequest, view: View, spawner: Spawner | None = Non
 async def _checked(request: RunRequest) -> Job:
     if fault := budget_fault(request.config.cluster, num_cores=num_cores()):
         raise ConfigError(fault)
-    if fault := cuda_fault(request.config.cluster):
+    if not request.has_devices and (fault := cuda_fault(request.config.cluster)):
         raise CannotStart(fault)
     if not (request.config.runtime.adopts_store or request.is_of_cluster):
         raise CannotStart(

@@ -3,7 +3,7 @@
 A process of its own asks torch. Asking opens a context on the device, and a launcher that held one would take memory
 from its workers. So nobody who asks has to import torch.
 
-Ask on the machine that holds the slots. The launcher starts all nodes on its own machine, so it asks there.
+Ask on the machine that holds the slots: the agents of other machines tell theirs (`inventory`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def cuda_devices() -> list[CudaDevice]:
 
 
 def cuda_fault(cluster: ClusterSection) -> str:
-    """Why this machine cannot hold the slots of the cluster, with the remedy. Empty where it can."""
-    if cluster.device != "cuda":
+    """Why this machine cannot hold the slots of its own nodes, with the remedy. Empty where it can."""
+    if cluster.device != "cuda" or len(cluster.far_nodes()) == len(cluster.nodes):
         return ""
     try:
         devices = cuda_devices()

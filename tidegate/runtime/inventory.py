@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from tidegate.machines import versions
 from tidegate.runtime.cores import num_cores
+from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import machine_pb2
 
 
-def this_machine(host_memory_root: Path) -> machine_pb2.GetMachineResponse:
-    """OSError where there is no such folder."""
+def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> machine_pb2.GetMachineResponse:
+    """`devices`: those that it lends. OSError where there is no such folder."""
     memory, host_memory = psutil.virtual_memory(), os.statvfs(host_memory_root)
     block = host_memory.f_frsize
     return machine_pb2.GetMachineResponse(
@@ -29,4 +31,5 @@ def this_machine(host_memory_root: Path) -> machine_pb2.GetMachineResponse:
             total_bytes=host_memory.f_blocks * block, available_bytes=host_memory.f_bavail * block
         ),
         host_memory_root=str(host_memory_root),
+        cuda_devices=[machine_pb2.CudaDevice(name=each.name, total_bytes=each.total_bytes) for each in devices],
     )

@@ -72,6 +72,7 @@ class GetMachineResponse(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     HOST_MEMORY_FIELD_NUMBER: _builtins.int
     HOST_MEMORY_ROOT_FIELD_NUMBER: _builtins.int
+    CUDA_DEVICES_FIELD_NUMBER: _builtins.int
     user: _builtins.int
     has_shared: _builtins.bool
     """Whether the file that was asked for is there."""
@@ -92,6 +93,10 @@ class GetMachineResponse(_message.Message):
     def host_memory(self) -> Global___Memory:
         """The file system in memory in which jobs have their folders."""
 
+    @_builtins.property
+    def cuda_devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CudaDevice]:
+        """In the order in which CUDA counts them. Empty: the agent lends CPUs alone."""
+
     def __init__(
         self,
         *,
@@ -104,14 +109,37 @@ class GetMachineResponse(_message.Message):
         memory: Global___Memory | None = ...,
         host_memory: Global___Memory | None = ...,
         host_memory_root: _builtins.str = ...,
+        cuda_devices: _abc.Iterable[Global___CudaDevice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_memory", b"host_memory", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "cuda_devices", b"cuda_devices", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetMachineResponse: _TypeAlias = GetMachineResponse  # noqa: Y015
+
+@_typing.final
+class CudaDevice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    total_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaDevice: _TypeAlias = CudaDevice  # noqa: Y015
 
 @_typing.final
 class Memory(_message.Message):

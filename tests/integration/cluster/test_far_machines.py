@@ -26,6 +26,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.codec import encode_gate_state
 from tidegate.gate import Gate, GateState
 from tidegate.machines import versions
+from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import LOOPBACK, GpuId, Grant, NodeId, Token
 from tidegate.v1 import cluster_pb2, machine_pb2, machine_pb2_grpc
@@ -39,7 +40,8 @@ class _Servicer(MachineServicer):
     """`answers`: until it is set, questions for gates wait. `more`: what it tells besides its own gates."""
 
     def __init__(self, memory: Path) -> None:
-        super().__init__(None, memory)
+        self.devices: list[CudaDevice] = []
+        super().__init__(None, memory, self.devices)
         self.answers = asyncio.Event()
         self.answers.set()
         self.was_asked = asyncio.Event()
@@ -89,11 +91,11 @@ class Lab:
     changes: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
     now_s: float = 0.0
 
-    def look(self, *agents: Agent) -> FarMachines:
+    def look(self, *agents: Agent, slots: Slots = SLOTS) -> FarMachines:
         far = tuple(far_machine(each.name, each.endpoint, [each.node]) for each in agents)
         return FarMachines(
             Machines("10.0.0.7", str(self.folder / "operator"), str(self.folder / "gates"), far),
-            SLOTS,
+            slots,
             shared=self.folder / "shared",
             changed=lambda: self.changes.put_nowait(None),
             now_s=lambda: self.now_s,
@@ -202,6 +204,24 @@ async def test_a_machine_of_another_version_is_away_and_says_which(lab: Lab, mon
         monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: own)
         await lab.changes.get()
         assert not await lab.away(seen)
+
+
+async def test_a_machine_without_the_gpus_of_its_slots_is_away_until_it_has_them(lab: Lab) -> None:
+    devices, gpu = lab.b.servicer.devices, CudaDevice("H200", 141 << 30)
+    async with watched(lab.look(lab.b, slots=Slots(SLOTS.nodes, "cuda"))) as seen:
+        await lab.changes.get()
+        told = (await lab.away(seen))["n1"]
+        assert told == "cluster.machines: b: its agent lends no CUDA device: start it with tidegate agent --device cuda"
+        devices.append(gpu)
+        while "n1 has 2 slots" not in told:
+            await asyncio.sleep(0.01)
+            told = (await lab.away(seen))["n1"]
+        devices.append(gpu)
+        await lab.changes.get()
+        assert not await lab.away(seen)
+        there = await seen.machine_of(N1)
+        assert there is not None
+        assert [each.name for each in there.machine.cuda_devices] == ["H200", "H200"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from tests.unit.cli.configs import small
             "--address: only a cluster with nodes on other machines (--machine) needs it",
         ),
         ("up n1=8@b --machine b=h {far}", 2, "machine b: 'h' is no IPv4 address with a port"),
-        ("up n1=8@b --machine b=h:1 --device cuda {far}", 2, "so far on cpu alone"),
         (
             "up n1=8@b --machine b=10.0.0.8:1 {far}",
             2,

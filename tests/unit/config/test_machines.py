@@ -56,7 +56,6 @@ def test_a_node_is_on_the_machine_that_names_it_and_the_others_are_here() -> Non
             {"cluster__machines": [machine("b", "10.0.0.9:7400")]},
             "cluster.machines: b is at 10.0.0.9, and reaches no address of loopback",
         ),
-        ({"cluster__device": "cuda"}, "cluster.machines with cluster.device=cuda: so far on cpu alone"),
         (
             {"cluster__addresses": dict.fromkeys(NODES, "10.0.0.7")},
             "embedded servers listen on loopback alone: set servers.nats_url and servers.redis_url",

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.config.valid_config import VALID, valid_with
 from tidegate.config.checks.job import devices_fault
 from tidegate.config.job_config import ConfigError, parse_config
+from tidegate.config.sections.job import MachineSection
 
 
 def test_slots_that_share_a_device_are_a_warning_that_this_is_for_trials() -> None:
@@ -56,4 +57,23 @@ def test_a_job_starts_only_on_devices_that_its_slots_fit(
     raw = copy.deepcopy(VALID)
     raw["cluster"] |= {"device": "cuda"} | cluster
     fault = devices_fault(parse_config(raw).cluster, num_found)
+    assert fault == want or (want is not None and fault is not None and want in fault)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machine", "want"),
+    [
+        ({"n0": 4, "n1": 8}, "", None),
+        ({"n0": 4, "n1": 8}, "b", "cluster.nodes: n1 has 8 slots, which with cluster.slots_per_gpu=1 need 8 CUDA"),
+        ({"n0": 8, "n1": 4}, "b", None),
+        ({"n0": 4, "n1": 4, "n2": 4}, "b", "cluster.nodes: n1, n2 are all on b and would each take its CUDA devices"),
+        ({"n0": 4, "n1": 4, "n2": 4}, "c", None),
+    ],
+)
+def test_each_machine_of_a_job_has_the_devices_of_its_own_nodes(
+    nodes: dict[str, int], machine: str, want: str | None
+) -> None:
+    cluster = parse_config(valid_with("cluster.device", "cuda")).cluster
+    b = MachineSection(name="b", agent="10.0.0.8:7400", nodes=tuple(node for node in nodes if node != "n0"))
+    fault = devices_fault(cluster.model_copy(update={"nodes": nodes, "machines": (b,)}), 4, machine=machine)
     assert fault == want or (want is not None and fault is not None and want in fault)

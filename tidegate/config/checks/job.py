@@ -86,8 +86,6 @@ def machine_faults(config: JobSections) -> list[str]:
         faults.append("cluster.machines: agents ask for a credential: set cluster.machine_credentials")
     if not config.runtime.gate_root:
         faults.append("cluster.machines: gates are on local disks: set runtime.gate_root to a folder of each machine")
-    if cluster.device != "cpu":
-        faults.append(f"cluster.machines with cluster.device={cluster.device}: so far on cpu alone")
     embedded = [f"servers.{kind}_url" for kind in ("nats", "redis") if not getattr(config.servers, f"{kind}_url")]
     is_beyond = any(each is not None and not each.is_loopback for each in map(_ip_address, cluster.addresses.values()))
     if embedded and is_beyond:
@@ -268,16 +266,19 @@ def rollout_faults(config: JobSections) -> list[str]:
     return kind_of(rollout).faults(max_running_requests=rollout.max_running_requests, command_deadline_s=deadline_s)
 
 
-def devices_fault(cluster: ClusterSection, num_found: int) -> str | None:
-    """The fault of a cluster whose nodes are on a machine with `num_found` CUDA devices, 1 or more. None: it fits."""
+def devices_fault(cluster: ClusterSection, num_found: int, *, machine: str = "") -> str | None:
+    """The fault of a cluster with nodes on a machine that has `num_found` CUDA devices, 1 or more. None: it fits.
+    `machine`: one of `cluster.machines`; empty: the one that starts the job."""
     if cluster.device == "cpu":
         return None
-    if len(cluster.nodes) > 1:
+    nodes = [node for node in cluster.nodes if (far.name if (far := cluster.machine_of(node)) else "") == machine]
+    if len(nodes) > 1:
         return (
-            f"cluster.nodes: {', '.join(cluster.nodes)} are all on this machine and would each take its CUDA devices "
-            "from the first on: name one node with all slots"
+            f"cluster.nodes: {', '.join(nodes)} are all on {machine or 'this machine'} and would each take its CUDA "
+            "devices from the first on: name one node with all slots"
         )
-    for node, num_slots in cluster.nodes.items():
+    for node in nodes:
+        num_slots = cluster.nodes[node]
         if (needed := num_devices(num_slots, slots_per_gpu=cluster.slots_per_gpu)) > num_found:
             return (
                 f"cluster.nodes: {node} has {num_slots} slots, which with cluster.slots_per_gpu="
