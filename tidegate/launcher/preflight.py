@@ -34,6 +34,7 @@ from tidegate.config.sections.job import ClusterSection, MachineSection, Servers
 from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, Start
+from tidegate.launcher.host_memory import node_bytes, shortage
 from tidegate.machines import versions
 from tidegate.ownership.records import StoreUnavailable
 from tidegate.ports.bus import BusLimits, BusUnavailable, JobNotOpen
@@ -66,8 +67,9 @@ def check_addresses(cluster: ClusterSection) -> None:
             ) from error
 
 
-async def check_machines(cluster: ClusterSection) -> None:
-    """CannotStart where the machine of an agent is not as this one. MachineAway where an agent does not answer."""
+async def check_machines(cluster: ClusterSection, job: Job | None = None) -> None:
+    """CannotStart where the machine of an agent is not as this one, or has no room for the job. MachineAway where an
+    agent does not answer."""
     if not cluster.machines:
         return
     try:
@@ -78,7 +80,10 @@ async def check_machines(cluster: ClusterSection) -> None:
     try:
         stubs = [stub_of(channels, machine, tls.identity.cluster) for machine in cluster.machines]
         found = await asyncio.gather(
-            *(machine_fault(stub, machine, cluster) for stub, machine in zip(stubs, cluster.machines, strict=True)),
+            *(
+                machine_fault(stub, machine, cluster, job=job)
+                for stub, machine in zip(stubs, cluster.machines, strict=True)
+            ),
             return_exceptions=True,
         )
     finally:
@@ -100,7 +105,12 @@ async def check_machines(cluster: ClusterSection) -> None:
 
 
 async def machine_fault(
-    stub: Any, machine: MachineSection, cluster: ClusterSection, *, shared: Path | None = None
+    stub: Any,
+    machine: MachineSection,
+    cluster: ClusterSection,
+    *,
+    shared: Path | None = None,
+    job: Job | None = None,
 ) -> str:
     """How another machine differs from this one. Empty: a job can have nodes on both. `shared`: a file on the disk that
     both have to share. PeerUnavailable, PeerRefused."""
@@ -123,7 +133,13 @@ async def machine_fault(
             return f"cluster.addresses: {node}: {address} is no address of {machine.name}, which has {listed}"
     if cluster.device == "cuda" and not there.cuda_devices:
         return f"{key}: its agent lends no CUDA device: start it with tidegate agent --device cuda"
-    return devices_fault(cluster, len(there.cuda_devices), machine=machine.name) or ""
+    if fault := devices_fault(cluster, len(there.cuda_devices), machine=machine.name):
+        return fault
+    # What is free there now may be another's, or left by this job.
+    room = there.host_memory.total_bytes
+    if job is not None and len(machine.nodes) * node_bytes(job) > room:
+        return f"{key} has in {there.host_memory_root} {shortage(job, len(machine.nodes), room)}"
+    return ""
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

@@ -51,6 +51,7 @@ from tidegate.launcher.data_check import with_checked_data
 from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
+from tidegate.launcher.host_memory import check_host_memory
 from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.launcher.preflight import check_addresses, check_engine, check_machines, check_servers, check_weights
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
@@ -98,7 +99,7 @@ class RunRequest:
     is_of_cluster: bool = False
     """Whether a cluster starts it, and keeps its store."""
     has_devices: bool = False
-    """Whether a cluster has the devices of its slots, wherever they are, and has checked them."""
+    """Whether a cluster has the devices and the host memory of its slots, wherever they are, and checks them."""
 
 
 async def check_job(request: RunRequest) -> Job:
@@ -161,9 +162,11 @@ async def _checked(request: RunRequest) -> Job:
         raise ConfigError("\n".join(faults))
     await check_engine(job)
     await check_weights(job)
+    if not request.has_devices:
+        check_host_memory(job)
     job = await with_checked_data(job)
     await check_servers(request.config, request.start)
-    await check_machines(request.config.cluster)
+    await check_machines(job.config.cluster, job)
     return job
 
 

@@ -25,6 +25,7 @@ from tidegate.events import EventSource
 from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
+from tidegate.launcher.host_memory import node_bytes
 from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights, masked
 from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.bus import JobNotOpen
@@ -48,6 +49,24 @@ def test_a_job_with_more_cuda_slots_than_this_machine_has_devices_is_refused(tmp
     cluster = config.cluster.model_copy(update={"device": "cuda", "nodes": {"n0": num_slots}})
     assert re.match(r"cluster\.(device=cuda, but on this machine|nodes: n0 has )", cuda_fault(cluster))
     assert cuda_fault(config.cluster) == ""
+
+
+VAST = {"num_layers": 200, "hidden_size": 65536, "ffn_hidden_size": 262144, "num_heads": 512, "head_dim": 128}
+
+
+async def test_a_job_whose_weights_have_no_room_in_host_memory_is_refused(tmp_path: Path) -> None:
+    own = small_config(tmp_path).model_dump(mode="json")
+    config = small_config(tmp_path, model=own["model"] | VAST, algorithm=own["algorithm"] | {"kl_coefficient": 0.1})
+    job = load_job(config)
+    attention = 65536 * 128 * (2 * 512 + 2 * job.model.num_kv_heads)
+    layer = attention + 3 * 65536 * 262144 + 2 * 65536
+    assert node_bytes(job) == 3 * 4 * (200 * layer + (job.padded_vocab + 1) * 65536)
+
+    request = RunRequest(config, Start.FRESH, "--resume", "--force")
+    told = r"host_memory_root=\S+ has \d+\.\d GiB, and \d x \S+ GiB are needed \(2 versions of the weights and the"
+    with pytest.raises(CannotStart, match=told):
+        await check_job(request)
+    assert (await check_job(replace(request, has_devices=True))).model == job.model, "a cluster looks for room itself"
 
 
 async def test_a_store_that_nobody_would_open_is_refused_outside_of_a_cluster(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""The host memory that a job's versions of the weights take, and whether this machine has it.
+
+Each node keeps the version in use and the next one, and with a KL term the reference policy's:
+
+    bytes of a node = versions * parameters * bytes of a weight
+
+This is the least. The actor's state is there too where it has room (`services.actor.arena_folder`), else elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from tidegate.job import Job
+from tidegate.launcher.claim import CannotStart, host_memory_folder
+from tidegate.megatron.family import model_parameters
+
+NUM_VERSIONS = 2
+_GIB = 2**30
+
+
+def node_bytes(job: Job) -> int:
+    """Of one node, whichever GPUs it has: they move."""
+    num_versions = NUM_VERSIONS + (job.config.algorithm.kl_coefficient > 0)
+    return num_versions * _num_parameters(job) * job.config.actor.precision.itemsize
+
+
+def check_host_memory(job: Job) -> None:
+    """CannotStart where the nodes of this machine need more than is free. A folder that is none is refused later."""
+    cluster, root = job.config.cluster, Path(job.config.runtime.host_memory_root)
+    if not root.is_dir():
+        return
+    num_nodes = len(cluster.nodes) - len(cluster.far_nodes())
+    needed = num_nodes * node_bytes(job)
+    # A killed launcher's files go when the job starts again.
+    free = shutil.disk_usage(root).free + _taken_bytes(host_memory_folder(job.config))
+    if needed > free:
+        raise CannotStart(f"runtime.host_memory_root={root} has {shortage(job, num_nodes, free)}")
+
+
+def shortage(job: Job, num_nodes: int, found_bytes: int) -> str:
+    """The numbers and the remedy, for a machine with some nodes of the job that has `found_bytes`."""
+    per_node = node_bytes(job)
+    versions = f"{NUM_VERSIONS} versions of the weights" + (
+        " and the reference policy's" if job.config.algorithm.kl_coefficient else ""
+    )
+    return (
+        f"{found_bytes / _GIB:.1f} GiB, and {num_nodes} x {per_node / _GIB:.1f} GiB are needed ({versions}, "
+        f"{_num_parameters(job):,} parameters, on each node): make it larger (mount -o remount,size=..., docker run "
+        "--shm-size), or name another folder"
+    )
+
+
+def _num_parameters(job: Job) -> int:
+    parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
+    return sum(math.prod(parameter.shape) for parameter in parameters)
+
+
+def _taken_bytes(folder: Path) -> int:
+    taken = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            taken += path.lstat().st_blocks * 512
+    return taken
