@@ -224,6 +224,7 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     """Checks a job as `run` does, and puts it into the cluster's queue."""
     # Import here, as for `run`.
     from tidegate.launcher.claim import Start
+    from tidegate.launcher.host_memory import node_bytes
     from tidegate.launcher.run import RunRequest, check_job
 
     if args.resume and args.force:
@@ -240,11 +241,16 @@ def submit(args: argparse.Namespace, form: Form) -> int:
         print(f"tidegate: {warning}", file=sys.stderr)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", has_devices=True)
     try:
-        config = asyncio.run(check_job(request)).config
+        job = asyncio.run(check_job(request))
     except ConfigError as error:
         raise ConfigError(with_origins(str(error), sourced.layer)) from error
     submission = cluster_pb2.SubmitJobRequest(
-        config=config.to_json(), treatment=start, priority=args.priority, command=command
+        config=job.config.to_json(),
+        treatment=start,
+        priority=args.priority,
+        command=command,
+        # A job's own folder is on another file system, of which the cluster knows nothing.
+        node_bytes=node_bytes(job) if config.runtime.host_memory_root == "/dev/shm" else 0,
     )
     folder = ClusterFolder.of(Path(config.output_dir))
     return asyncio.run(_submit(folder, submission, form, follow=args.follow))
@@ -337,6 +343,7 @@ def row_of(each: cluster_pb2.Submission) -> Row:
         "priority": each.priority,
         "gpus": list(each.gpus),
         "num_gpus": each.num_gpus,
+        "node_bytes": each.node_bytes,
         "starts": each.num_starts,
         "message": each.message,
     }

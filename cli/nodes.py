@@ -67,12 +67,14 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
     async with cluster_of(ClusterFolder.of(output_dir)) as stub:
         there = await stub.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
         found = await stub.GetNodeMachine(cluster_pb2.GetNodeMachineRequest(node=node))
-    (row,) = (each for each in node_rows(there, await cluster.submissions(output_dir)) if each["node"] == node)
-    description = {**row, "machine": _machine_row(found)}
+    known = await cluster.submissions(output_dir)
+    (row,) = (each for each in node_rows(there, known) if each["node"] == node)
+    needs = {each.job: each.node_bytes for each in known if any(node_of(GpuId(gpu)) == node for gpu in each.gpus)}
+    description = {**row, "host_memory_bytes_of": needs, "machine": _machine_row(found)}
     if form is not Form.TABLE:
         print(written(description, form))
         return 0
-    jobs = ", ".join(row["jobs"]) or "none"
+    jobs = ", ".join(f"{job}{_memory_told(needs.get(job, 0))}" for job in row["jobs"]) or "none"
     print(f"node {node}: {row['state']}, {row['free']} of {row['slots']} slots free, jobs: {jobs}")
     if row["message"]:
         print(f"away {row['message']}")
@@ -116,6 +118,10 @@ def _machine_text(found: cluster_pb2.GetNodeMachineResponse) -> str:
             f"versions {versions}",
         )
     )
+
+
+def _memory_told(num_bytes: int) -> str:
+    return f" ({num_bytes / _GIB:.1f} GiB of host memory)" if num_bytes else ""
 
 
 def _gpus_text(devices: Iterable[machine_pb2.CudaDevice]) -> str:

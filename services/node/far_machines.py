@@ -44,11 +44,13 @@ _SILENT = (PeerUnavailable, PeerRefused, WireError)
 
 @dataclass(slots=True)
 class _Far:
-    """`away_s`: since when it is away. `reason`: why; empty: it is there."""
+    """`away_s`: since when it is away. `reason`: why; empty: it is there. `memory_bytes`: its host memory, as it told
+    last; 0: it has told nothing yet."""
 
     section: MachineSection
     away_s: float
     reason: str = _UNASKED
+    memory_bytes: int = 0
     channels: Channels | None = None
     stub: Any = None
 
@@ -102,6 +104,14 @@ class FarMachines:
                 return found
         return None
 
+    def memory(self) -> list[cluster_pb2.HostMemory]:
+        """The host memory of the machines that have told it."""
+        return [
+            cluster_pb2.HostMemory(nodes=each.section.nodes, total_bytes=each.memory_bytes)
+            for each in self._far
+            if each.memory_bytes
+        ]
+
     async def watch(self) -> None:
         """Asks for machines that are away, for ever."""
         await asyncio.gather(*map(self._watch, self._far))
@@ -133,7 +143,9 @@ class FarMachines:
         # A connection from before an outage of the network may stay silent for a minute after it.
         await self._connect(each)
         try:
-            fault = await machine_fault(each.stub, each.section, self._cluster, shared=self._shared)
+            there = await each.stub.GetMachine(machine_pb2.GetMachineRequest(shared=str(self._shared)))
+            each.memory_bytes = there.host_memory.total_bytes
+            fault = machine_fault(there, each.section, self._cluster, shared=self._shared)
             if not fault:
                 await self._asked(each)
         except _SILENT as error:

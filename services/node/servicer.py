@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -67,6 +68,8 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
         version = await self._version.other_than(request.known_version, wait_s=request.wait_s)
         starts, (far, away) = self._jobs().starts, await self._machines.gates()
+        total = shutil.disk_usage(self._host_memory_root).total
+        own_memory = [cluster_pb2.HostMemory(nodes=sorted(self._gates), total_bytes=total)] if self._gates else []
         own = [state for gate in self._gates.values() for state in gate.report()]
         return cluster_pb2.GetNodeResponse(
             version=version,
@@ -85,6 +88,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
             ],
             gates=map(encode_gate_state, (*own, *far)),
             away=away,
+            host_memory=(*own_memory, *self._machines.memory()),
         )
 
     async def GetMachineOfNode(

@@ -2,23 +2,63 @@
 
 A config counts its GPUs from 0 over nodes of its own. In a cluster each of them is another one: those of one node of
 the config lie on one node of the cluster, in order, the lowest free ones first. Several nodes of a config may share a
-node of the cluster.
+node of the cluster. On each node of the cluster that it has, a job needs the same host memory, which all nodes of a
+machine share.
 
 Invariants:
 - A placed job has only free GPUs, each once. [test_placement: has_only_free_gpus]
 - GPUs of one node stay together. [test_placement: of_one_node_stay_together]
+- Jobs of a machine need no more host memory than it has. [test_placement: no_more_host_memory_than]
 - The placed config has the layouts and the rank order of the submitted one. [test_placement: keeps_the_order_of_ranks]
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from tidegate.cluster.slots import Slots
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
 from tidegate.types import GpuId, NodeId, Role, gpu_id, node_of
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the nodes of one machine share, or what is left of it."""
+
+    nodes: tuple[NodeId, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What jobs may take: free GPUs, and the host memory of machines. A node without one has as much as is asked."""
+
+    nodes: Mapping[NodeId, int]
+    free: frozenset[GpuId]
+    memory: tuple[HostMemory, ...] = ()
+
+    @classmethod
+    def whole(cls, nodes: Mapping[NodeId, int], memory: tuple[HostMemory, ...] = ()) -> Self:
+        return cls(nodes, frozenset(cluster_gpus(nodes)), memory)
+
+    def bytes_on(self, node: NodeId) -> float:
+        return next((each.num_bytes for each in self.memory if node in each.nodes), float("inf"))
+
+    def without(self, gpus: Iterable[GpuId], node_bytes: int) -> Room:
+        """After a job took these GPUs, and host memory on each of their nodes."""
+        taken = frozenset(gpus)
+        on = {node_of(gpu) for gpu in taken}
+        memory = tuple(
+            replace(each, num_bytes=each.num_bytes - node_bytes * len(on.intersection(each.nodes)))
+            for each in self.memory
+        )
+        return replace(self, free=self.free - taken, memory=memory)
 
 
 def cluster_gpus(nodes: Mapping[NodeId, int]) -> tuple[GpuId, ...]:
@@ -31,17 +71,25 @@ def needs_of(config: JobConfig) -> tuple[int, ...]:
     return tuple(Counter(node_of(gpu) for gpu in config.gpus).values())
 
 
-def placed_gpus(needs: Sequence[int], nodes: Mapping[NodeId, int], free: Collection[GpuId]) -> tuple[GpuId, ...] | None:
-    """Free GPUs of the cluster for those of a config, in its order. None: there are too few. Larger nodes of the config
-    choose first."""
-    left = {node: [gpu for gpu in cluster_gpus({node: nodes[node]}) if gpu in free] for node in nodes}
+def placed_gpus(needs: Sequence[int], room: Room, *, node_bytes: int = 0) -> tuple[GpuId, ...] | None:
+    """Free GPUs of the cluster for those of a config, in its order. None: there is too little room. Larger nodes of the
+    config choose first. `node_bytes`: the host memory that each node of the cluster has to have for it."""
+    left = {node: [gpu for gpu in cluster_gpus({node: room.nodes[node]}) if gpu in room.free] for node in room.nodes}
     places: dict[int, list[GpuId]] = {}
+    its_own: set[NodeId] = set()
     for place in sorted(range(len(needs)), key=lambda each: -needs[each]):
         # The fullest node that has room, so that whole nodes stay free for jobs that need them.
-        fitting = [node for node in nodes if len(left[node]) >= needs[place]]
+        fitting = [
+            node
+            for node in room.nodes
+            if len(left[node]) >= needs[place] and (node in its_own or room.bytes_on(node) >= node_bytes)
+        ]
         if not fitting:
             return None
         node = min(fitting, key=lambda each: len(left[each]))
+        if node not in its_own:
+            room = room.without((left[node][0],), node_bytes)
+            its_own.add(node)
         places[place], left[node] = left[node][: needs[place]], left[node][needs[place] :]
     return tuple(gpu for place in range(len(needs)) for gpu in places[place])
 
@@ -69,18 +117,24 @@ def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> J
     return parse_config(fields)
 
 
-def misfit(config: JobConfig, slots: Slots) -> str | None:
-    """Why the job can never run in this cluster, with the numbers. None: it can."""
+def misfit(config: JobConfig, slots: Slots, *, node_bytes: int = 0, memory: tuple[HostMemory, ...] = ()) -> str | None:
+    """Why the job can never run in this cluster, with the numbers. None: it can. `node_bytes`: the host memory that it
+    needs on each node. `memory`: of machines, as far as it is known."""
     if (fault := _other_cluster(config, slots)) is not None:
         return fault
-    every = cluster_gpus(slots.nodes)
-    found = placed_gpus(needs_of(config), slots.nodes, every)
+    needs, room = needs_of(config), Room.whole(slots.nodes, memory)
+    found = placed_gpus(needs, room, node_bytes=node_bytes)
+    if found is None and placed_gpus(needs, Room.whole(slots.nodes)) is not None:
+        return (
+            f"job {config.job} needs {node_bytes / _GIB:.1f} GiB of host memory on each of its nodes; "
+            f"{memory_told(memory)}: make it larger there (mount -o remount,size=..., docker run --shm-size)"
+        )
     if found is None:
         own = Counter(node_of(gpu) for gpu in config.gpus)
-        needs = ", ".join(f"{count} on {node}" for node, count in own.items())
+        needed = ", ".join(f"{count} on {node}" for node, count in own.items())
         has = ", ".join(f"{node} has {count}" for node, count in slots.nodes.items())
         return (
-            f"job {config.job} needs {len(config.gpus)} GPUs ({needs}), those of a node together; {has}: give it "
+            f"job {config.job} needs {len(config.gpus)} GPUs ({needed}), those of a node together; {has}: give it "
             "fewer, or submit it to a larger cluster"
         )
     try:
@@ -88,6 +142,15 @@ def misfit(config: JobConfig, slots: Slots) -> str | None:
     except ConfigError as error:
         return f"job {config.job} does not fit the cluster's nodes: {error}"
     return None
+
+
+def memory_told(memory: Iterable[HostMemory]) -> str:
+    """By machine, for people."""
+    told = []
+    for each in memory:
+        verb = "together have" if len(each.nodes) > 1 else "has"
+        told.append(f"{' and '.join(each.nodes)} {verb} {each.num_bytes / _GIB:.1f} GiB")
+    return ", ".join(told)
 
 
 def _other_cluster(config: JobConfig, slots: Slots) -> str | None:

@@ -64,6 +64,8 @@ class Submission:
     end: str = ""
     message: str = ""
     leaves: str = ""
+    node_bytes: int = 0
+    """The host memory that it needs on each of its nodes."""
 
     def __post_init__(self) -> None:
         if bool(self.gpus) != self.is_placed:
@@ -108,5 +110,6 @@ class Submission:
             is_cleared=typed(bool, fields["is_cleared"], "is_cleared"),
             # Records of earlier releases have none.
             leaves=typed(str, fields.get("leaves", ""), "leaves"),
+            node_bytes=whole_number(fields.get("node_bytes", 0), "node_bytes"),
             **texts,
         )

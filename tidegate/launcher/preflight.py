@@ -80,10 +80,7 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
     try:
         stubs = [stub_of(channels, machine, tls.identity.cluster) for machine in cluster.machines]
         found = await asyncio.gather(
-            *(
-                machine_fault(stub, machine, cluster, job=job)
-                for stub, machine in zip(stubs, cluster.machines, strict=True)
-            ),
+            *(_asked_fault(stub, machine, cluster, job) for stub, machine in zip(stubs, cluster.machines, strict=True)),
             return_exceptions=True,
         )
     finally:
@@ -104,19 +101,21 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
         raise MachineAway("\n".join(silent))
 
 
-async def machine_fault(
-    stub: Any,
+async def _asked_fault(stub: Any, machine: MachineSection, cluster: ClusterSection, job: Job | None) -> str:
+    return machine_fault(await stub.GetMachine(machine_pb2.GetMachineRequest()), machine, cluster, job=job)
+
+
+def machine_fault(
+    there: machine_pb2.GetMachineResponse,
     machine: MachineSection,
     cluster: ClusterSection,
     *,
     shared: Path | None = None,
     job: Job | None = None,
 ) -> str:
-    """How another machine differs from this one. Empty: a job can have nodes on both. `shared`: a file on the disk that
-    both have to share. PeerUnavailable, PeerRefused."""
+    """How another machine differs from this one, by what it has told. Empty: a job can have nodes on both. `shared`: a
+    file on the disk that both have to share, which it was asked for. `job`: one that needs host memory there."""
     key = f"cluster.machines: {machine.name}"
-    request = machine_pb2.GetMachineRequest(shared="" if shared is None else str(shared))
-    there: machine_pb2.GetMachineResponse = await stub.GetMachine(request)
     for package, own in versions().items():
         if own and there.versions[package] != own:
             return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"

@@ -29,6 +29,7 @@ class SubmitJobRequest(_message.Message):
     TREATMENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
+    NODE_BYTES_FIELD_NUMBER: _builtins.int
     config: _builtins.str
     """The resolved config, as JSON, with GPUs counted from 0."""
     treatment: _builtins.str
@@ -37,6 +38,8 @@ class SubmitJobRequest(_message.Message):
     """Jobs with higher ones are placed first."""
     command: _builtins.str
     """What a person types to submit it again, without flags."""
+    node_bytes: _builtins.int
+    """The host memory that it needs on each of its nodes."""
     def __init__(
         self,
         *,
@@ -44,10 +47,11 @@ class SubmitJobRequest(_message.Message):
         treatment: _builtins.str = ...,
         priority: _builtins.int = ...,
         command: _builtins.str = ...,
+        node_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "config", b"config", "priority", b"priority", "treatment", b"treatment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "config", b"config", "node_bytes", b"node_bytes", "priority", b"priority", "treatment", b"treatment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,6 +126,7 @@ class Submission(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     NUM_GPUS_FIELD_NUMBER: _builtins.int
+    NODE_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     state: _builtins.str
     """queued, placed, running, ended"""
@@ -133,6 +138,7 @@ class Submission(_message.Message):
     """finished, failed, cancelled, interrupted"""
     message: _builtins.str
     num_gpus: _builtins.int
+    node_bytes: _builtins.int
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -148,10 +154,11 @@ class Submission(_message.Message):
         end: _builtins.str = ...,
         message: _builtins.str = ...,
         num_gpus: _builtins.int = ...,
+        node_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gpus", b"gpus", "is_cancelled", b"is_cancelled", "job", b"job", "message", b"message", "num_gpus", b"num_gpus", "num_starts", b"num_starts", "priority", b"priority", "state", b"state", "submitted_unix_ms", b"submitted_unix_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "gpus", b"gpus", "is_cancelled", b"is_cancelled", "job", b"job", "message", b"message", "node_bytes", b"node_bytes", "num_gpus", b"num_gpus", "num_starts", b"num_starts", "priority", b"priority", "state", b"state", "submitted_unix_ms", b"submitted_unix_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,6 +522,7 @@ class GetNodeResponse(_message.Message):
     GATES_FIELD_NUMBER: _builtins.int
     SLOTS_PER_GPU_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with each start and each end of a job. Another start of the agent has other versions."""
     device: _builtins.str
@@ -533,6 +541,10 @@ class GetNodeResponse(_message.Message):
     def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAway]:
         """Those of other machines whose gates are not in the answer."""
 
+    @_builtins.property
+    def host_memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostMemory]:
+        """Of the machines that have told it."""
+
     def __init__(
         self,
         *,
@@ -543,14 +555,40 @@ class GetNodeResponse(_message.Message):
         gates: _abc.Iterable[_events_pb2.GateState] | None = ...,
         slots_per_gpu: _builtins.int = ...,
         away: _abc.Iterable[Global___NodeAway] | None = ...,
+        host_memory: _abc.Iterable[Global___HostMemory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "device", b"device", "gates", b"gates", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "device", b"device", "gates", b"gates", "host_memory", b"host_memory", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetNodeResponse: _TypeAlias = GetNodeResponse  # noqa: Y015
+
+@_typing.final
+class HostMemory(_message.Message):
+    """The file system in memory that the nodes of a machine share."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostMemory: _TypeAlias = HostMemory  # noqa: Y015
 
 @_typing.final
 class JobStart(_message.Message):

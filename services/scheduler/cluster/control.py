@@ -42,7 +42,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def SubmitJob(self, request: cluster_pb2.SubmitJobRequest, context: Any) -> cluster_pb2.SubmitJobResponse:
         config = JobConfig.from_json(request.config)
-        if (fault := misfit(config, self._cluster.slots)) is not None:
+        memory, num_bytes = self._loop.memory, request.node_bytes
+        if (fault := misfit(config, self._cluster.slots, node_bytes=num_bytes, memory=memory)) is not None:
             raise ValueError(fault)
         new = Submission(
             job=job_id(config.job),
@@ -52,6 +53,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             submitted_unix_ms=await self._store.now_unix_ms(),
             command=request.command,
             needs=needs_of(config),
+            node_bytes=num_bytes,
         )
 
         def queued(known: Submission | None) -> Submission:
@@ -149,7 +151,8 @@ def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.S
     waits = ""
     if num_ahead is not None:
         behind = f", behind {counted(num_ahead, 'job')}" if num_ahead else ""
-        waits = f"waits for {counted(each.num_gpus, 'GPU')}{behind}"
+        memory = f" and {each.node_bytes / 2**30:.1f} GiB of host memory" if each.node_bytes >= 2**27 else ""
+        waits = f"waits for {counted(each.num_gpus, 'GPU')}{memory}{behind}"
     return cluster_pb2.Submission(
         job=each.job,
         state=each.state,
@@ -161,4 +164,5 @@ def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.S
         end=each.end,
         message="; ".join(filter(None, (waits, each.message))),
         num_gpus=each.num_gpus,
+        node_bytes=each.node_bytes,
     )

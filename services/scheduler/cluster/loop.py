@@ -30,7 +30,7 @@ import structlog
 
 from services.scheduler.cluster.ownership import freed
 from services.scheduler.cluster.queue import Cluster, Ran, Step, next_step
-from tidegate.cluster.placement import cluster_gpus, placed_config
+from tidegate.cluster.placement import HostMemory, cluster_gpus, placed_config
 from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.codec import decode_gate_state
@@ -73,6 +73,7 @@ class NodeView:
     gates: Mapping[GpuId, GateState]
     away: Sequence[cluster_pb2.NodeAway] = ()
     """The nodes whose gates nobody knows."""
+    memory: tuple[HostMemory, ...] = ()
 
 
 class ClusterLoop:
@@ -85,6 +86,8 @@ class ClusterLoop:
         self._agent = agent
         self.away: Sequence[cluster_pb2.NodeAway] = ()
         """The nodes of machines that did not answer in the last round: for people, nothing is decided by it."""
+        self.memory: tuple[HostMemory, ...] = ()
+        """As machines told it last, for what can never run."""
         self._wake = asyncio.Event()
         self._log = structlog.get_logger("cluster")
 
@@ -183,12 +186,13 @@ class ClusterLoop:
         stored = await self.store.submissions()
         texts = stored.texts
         before, seen = _parsed(texts), await self._seen()
-        self.away = seen.away
+        self.away, self.memory = seen.away, seen.memory
         placed = {each.job: each.gpus for each in before.values() if each.is_placed}
         away = {NodeId(each.node): each.seconds for each in seen.away}
         free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
         lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S}
-        step = next_step(before.values(), Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost))
+        cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory)
+        step = next_step(before.values(), cluster)
         if step.changed:
             await self.store.write_submissions(
                 {each.job: each.to_json() for each in step.changed},
@@ -275,6 +279,7 @@ class ClusterLoop:
             },
             gates={state.gpu: state for state in gates},
             away=found.away,
+            memory=tuple(HostMemory(tuple(map(NodeId, each.nodes)), each.total_bytes) for each in found.host_memory),
         )
 
     async def _gate_reports(self) -> GateReports:

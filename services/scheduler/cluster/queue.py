@@ -6,6 +6,9 @@ ever behind small ones.
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
 its checkpoint. After `MAX_INTERRUPTIONS` it ends interrupted. The end of an agent, as by `tidegate down`, is none.
 
+On each of its nodes a job needs host memory too. The ledger of a machine is what its jobs need of it, and a job waits
+for room there as for GPUs.
+
 A node may be drained: it gets no job, and what runs on it is interrupted, which does not count, and goes on where there
 is room. So it is with a node whose machine is away for long.
 
@@ -16,6 +19,7 @@ told so.
 
 Invariants:
 - No GPU has two jobs. [test_queue: no_gpu_has_two_jobs]
+- Jobs of a machine need no more host memory than it has. [test_queue: no_gpu_has_two_jobs]
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
@@ -31,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tidegate.cluster.placement import cluster_gpus, placed_gpus
+from tidegate.cluster.placement import HostMemory, Room, memory_told, placed_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
 from tidegate.short_lists import counted
@@ -59,6 +63,7 @@ class Cluster:
     """What is there.
 
     - `nodes`: slots by node.
+    - `memory`: the host memory of machines, as far as they have told it.
     - `free`: GPUs that nobody has in the ownership map.
     - `ran`: the last start of each job.
     - `drained`: nodes that get no jobs.
@@ -70,6 +75,7 @@ class Cluster:
     ran: Mapping[JobId, Ran]
     drained: Collection[NodeId] = ()
     lost: Collection[NodeId] = ()
+    memory: tuple[HostMemory, ...] = ()
 
     def leaves_for(self, submission: Submission) -> str:
         """Why the job cannot stay on its GPUs. Empty: it can."""
@@ -173,25 +179,30 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     """The records, after those at the head of the queue for whom there is room were placed."""
     every = {each.job: each for each in submissions}
     free = {gpu for gpu in cluster.free if node_of(gpu) not in cluster.drained and node_of(gpu) not in cluster.lost}
-    free.difference_update(*(each.gpus for each in every.values()))
+    room, whole = Room(cluster.nodes, frozenset(free), cluster.memory), Room.whole(cluster.nodes, cluster.memory)
+    for each in every.values():
+        if each.gpus:
+            room = room.without(each.gpus, each.node_bytes)
     for each in in_turn(every.values()):
-        gpus = placed_gpus(each.needs, cluster.nodes, free)
-        if gpus is None and placed_gpus(each.needs, cluster.nodes, cluster_gpus(cluster.nodes)) is None:
-            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each.needs)} on a node; {_there(cluster)}")
+        gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
+        if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
+            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)} on a node; {_there(cluster)}")
             continue
         if gpus is None:
             break
-        free.difference_update(gpus)
+        room = room.without(gpus, each.node_bytes)
         every[each.job] = replace(each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="")
     return list(every.values())
 
 
-def _told(needs: Iterable[int]) -> str:
-    return " and ".join(counted(count, "GPU") for count in needs)
+def _told(each: Submission) -> str:
+    memory = f", with {each.node_bytes / 2**30:.1f} GiB of host memory," if each.node_bytes else ""
+    return " and ".join(counted(count, "GPU") for count in each.needs) + memory
 
 
 def _there(cluster: Cluster) -> str:
-    return ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
+    slots = ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
+    return "; ".join(filter(None, (slots, memory_told(cluster.memory))))
 
 
 def in_turn(submissions: Iterable[Submission]) -> list[Submission]:

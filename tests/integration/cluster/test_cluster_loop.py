@@ -58,6 +58,7 @@ class Machine(cluster_pb2_grpc.NodeServicer):
             jobs=self.starts.values(),
             gates=gates,
             away=self.away_nodes,
+            host_memory=[cluster_pb2.HostMemory(nodes=["n0"], total_bytes=1 << 30)],
         )
 
     async def GetMachineOfNode(
@@ -287,6 +288,9 @@ async def test_a_job_that_can_never_run_is_refused_and_nothing_is_written(lab: L
     servicer = ClusterServicer(loop, store, CLUSTER)
     with pytest.raises(ValueError, match=r"needs 9 GPUs .* n0 has 8"):
         await servicer.SubmitJob(request(ONE, 9), None)
+    await loop.round()
+    with pytest.raises(ValueError, match=r"needs 2\.0 GiB of host memory on each of its nodes; n0 has 1\.0 GiB"):
+        await servicer.SubmitJob(request(ONE, 4, node_bytes=2 << 30), None)
     with pytest.raises(ValueError, match="config"):
         await servicer.SubmitJob(cluster_pb2.SubmitJobRequest(config="{", treatment="fresh"), None)
     assert not (await store.submissions()).texts

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster_jobs import config_of, of_size
-from tidegate.cluster.placement import cluster_gpus, misfit, needs_of, placed_config, placed_gpus
+from tidegate.cluster.placement import HostMemory, Room, cluster_gpus, misfit, needs_of, placed_config, placed_gpus
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import ConfigError
 from tidegate.types import GpuId, NodeId, Role, node_of
@@ -19,9 +19,13 @@ def gpus(text: str) -> tuple[GpuId, ...]:
     return tuple(GpuId(f"n{name}") for name in text.split())
 
 
+def room(text: str) -> Room:
+    return Room(TWO, frozenset(gpus(text)))
+
+
 @given(st.sets(st.sampled_from(cluster_gpus(TWO))), st.integers(3, 9))
 def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) -> None:
-    found = placed_gpus((size,), TWO, free)
+    found = placed_gpus((size,), Room(TWO, frozenset(free)))
     of_a_node = max(len([gpu for gpu in free if node_of(gpu) == node]) for node in TWO)
     if found is None:
         assert of_a_node < size
@@ -32,18 +36,16 @@ def test_a_placed_job_has_only_free_gpus_each_once(free: set[GpuId], size: int) 
 
 def test_gpus_of_one_node_stay_together_in_the_fullest_node_with_room() -> None:
     config = of_size("one", 3)
-    assert placed_gpus(needs_of(config), TWO, cluster_gpus(TWO)) == gpus("1/0 1/1 1/2"), (
-        "eight stay free for a large job"
-    )
-    assert placed_gpus(needs_of(config), TWO, gpus("0/2 0/5 0/6 0/7 1/0 1/1")) == gpus("0/2 0/5 0/6")
-    assert placed_gpus((3,), TWO, gpus("0/2 0/5 1/0 1/1")) is None, "four are free, but not on one node"
+    assert placed_gpus(needs_of(config), Room.whole(TWO)) == gpus("1/0 1/1 1/2"), "eight stay free for a large job"
+    assert placed_gpus(needs_of(config), room("0/2 0/5 0/6 0/7 1/0 1/1")) == gpus("0/2 0/5 0/6")
+    assert placed_gpus((3,), room("0/2 0/5 1/0 1/1")) is None, "four are free, but not on one node"
 
 
 def test_nodes_of_a_job_may_share_one_of_the_cluster() -> None:
     needs, one = needs_of(config_of("two", {"a": 2, "b": 3}, "0,2", "1,3", "4")), {NodeId("n0"): 8}
     assert needs == (2, 3)
-    assert placed_gpus(needs, one, cluster_gpus(one)) == gpus("0/3 0/4 0/0 0/1 0/2")
-    assert placed_gpus(needs, TWO, gpus("0/0 0/1 0/2 1/3 1/0")) == gpus("1/0 1/3 0/0 0/1 0/2")
+    assert placed_gpus(needs, Room.whole(one)) == gpus("0/3 0/4 0/0 0/1 0/2")
+    assert placed_gpus(needs, room("0/0 0/1 0/2 1/3 1/0")) == gpus("1/0 1/3 0/0 0/1 0/2")
 
 
 def test_a_placed_config_keeps_the_order_of_ranks_and_its_standbys() -> None:
@@ -81,6 +83,36 @@ def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
 @pytest.mark.parametrize("text", ["0", "1,0"])
 def test_an_empty_list_stays_empty(text: str) -> None:
     config = config_of("two", {"a": 4}, text, "2", "3")
-    there = placed_gpus(needs_of(config), TWO, cluster_gpus(TWO))
+    there = placed_gpus(needs_of(config), Room.whole(TWO))
     assert there is not None
     assert placed_config(config, Slots(TWO), there).actor.standby == ""
+
+
+N0, N1 = TWO
+TOGETHER = (HostMemory((N0, N1), 10),)
+APART = (HostMemory((N0,), 4), HostMemory((N1,), 10))
+
+
+def test_jobs_of_a_machine_need_no_more_host_memory_than_it_has() -> None:
+    assert placed_gpus((3,), Room.whole(TWO, APART), node_bytes=4) == gpus("1/0 1/1 1/2")
+    assert placed_gpus((4, 4), Room.whole(TWO, APART), node_bytes=4) == gpus("1/0 1/1 1/2 1/3 0/0 0/1 0/2 0/3")
+    assert placed_gpus((3,), Room.whole({N0: 8}, APART), node_bytes=5) is None
+    assert placed_gpus((4, 4), Room.whole(TWO, APART), node_bytes=5) is None, (
+        "the second has to be on the other machine"
+    )
+    assert placed_gpus((4, 4), Room.whole(TWO, TOGETHER), node_bytes=6) is None, "one machine has both"
+    assert placed_gpus((3, 3), Room.whole({N0: 8}, TOGETHER), node_bytes=6), "both are on one node, which has it once"
+    left = Room.whole(TWO, TOGETHER).without(gpus("0/0 1/0"), 4)
+    assert (len(left.free), left.memory[0].num_bytes, left.bytes_on(N1)) == (10, 2, 2)
+    assert placed_gpus((3,), left, node_bytes=3) is None
+    assert placed_gpus((3,), left, node_bytes=2) == gpus("1/1 1/2 1/3")
+
+
+def test_a_job_that_needs_more_host_memory_than_any_machine_has_is_told_with_the_numbers() -> None:
+    memory, slots = (HostMemory((N0, N1), 3 << 30),), Slots(TWO)
+    assert misfit(of_size("one", 3), slots, node_bytes=3 << 30, memory=memory) is None
+    assert misfit(of_size("one", 3), slots, node_bytes=4 << 30, memory=memory) == (
+        "job one needs 4.0 GiB of host memory on each of its nodes; n0 and n1 together have 3.0 GiB: make it larger "
+        "there (mount -o remount,size=..., docker run --shm-size)"
+    )
+    assert misfit(of_size("one", 3), slots, node_bytes=4 << 30) is None, "nobody has told how much there is"

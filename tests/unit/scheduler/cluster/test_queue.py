@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
 from tests.unit.cluster_jobs import NODES, submitted
-from tidegate.cluster.placement import cluster_gpus
+from tidegate.cluster.placement import HostMemory, cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
 from tidegate.types import JobId, NodeId
@@ -190,16 +190,20 @@ def test_an_old_start_that_still_runs_is_stopped_before_the_new_one_counts() -> 
 def test_no_gpu_has_two_jobs_and_deciding_again_changes_nothing(data: st.DataObject) -> None:
     names = "abcde"
     records: Mapping[str, Submission] = {
-        name: submitted(name, data.draw(st.integers(3, 8)), priority=data.draw(st.integers(0, 1)), at_ms=at)
+        name: replace(
+            submitted(name, data.draw(st.integers(3, 8)), priority=data.draw(st.integers(0, 1)), at_ms=at),
+            node_bytes=data.draw(st.integers(0, 6)),
+        )
         for at, name in enumerate(names)
     }
     ran: dict[JobId, Ran] = {}
     for _ in range(data.draw(st.integers(1, 12))):
         free = [gpu for gpu in ALL if data.draw(st.booleans())]
-        there = Cluster(NODES, free, ran)
+        there = Cluster(NODES, free, ran, memory=(HostMemory(tuple(NODES), 10),))
         records = after(records.values(), there)
         held = [gpu for each in records.values() for gpu in each.gpus]
         assert len(held) == len({*held})
+        assert sum(each.node_bytes for each in records.values() if each.gpus) <= 10
         step = next_step(records.values(), there)
         assert not step.changed
         for each in step.starts:
@@ -211,3 +215,23 @@ def test_no_gpu_has_two_jobs_and_deciding_again_changes_nothing(data: st.DataObj
         if data.draw(st.booleans()):
             name = data.draw(st.sampled_from(names))
             records = {**records, name: replace(records[name], is_cancelled=True)}
+
+
+def test_a_job_waits_for_host_memory_as_for_gpus() -> None:
+    """`a` and `b` fit side by side by their GPUs, and not by their memory."""
+    jobs = [replace(submitted(name, at_ms=at), node_bytes=6) for at, name in enumerate(("a", "b"))]
+    there = replace(cluster(), memory=(HostMemory(tuple(NODES), 10),))
+    found = after(jobs, there)
+    assert [found[name].state for name in "ab"] == [PLACED, QUEUED]
+    ran = {JobId("a"): Ran(1, End.FINISHED)}
+    over = after(after([replace(found["a"], state=RUNNING), found["b"]], replace(there, ran=ran)).values(), there)
+    assert (over["a"].state, over["b"].state) == (ENDED, PLACED)
+
+
+def test_a_job_that_needs_more_host_memory_than_there_is_any_more_ends_with_the_numbers() -> None:
+    there = replace(cluster(), memory=(HostMemory(tuple(NODES), 2 << 30),))
+    found = after([replace(submitted("a"), node_bytes=3 << 30)], there)["a"]
+    assert (found.end, found.message) == (
+        "failed",
+        "it needs 4 GPUs, with 3.0 GiB of host memory, on a node; n0 has 8; n0 has 2.0 GiB",
+    )
