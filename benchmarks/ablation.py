@@ -5,10 +5,12 @@ on the same lengths and costs:
 
     gain = seconds of tide without the part / seconds of tide - 1       above 0: the part makes iterations shorter
 
-A setting's gain is the median over its seeds. A part has two figures, over the settings in which it may act:
+A setting's gain is the median over its seeds. A part has these figures, over the settings in which it may act:
 
-    gain_X        the median of the settings' gains
-    gain_most_X   the largest of them; the case names its setting
+    gain_X         the median of the settings' gains
+    gain_most_X    the largest of them; the case names its setting
+    gain_mean_X    their mean, of which gain_error_X is the standard error: the spread between settings over the root
+                   of their number
 
 A part is worth keeping where the first is at least `LEAST_MEDIAN`, or the second at least `LEAST_ANYWHERE`. Some parts
 are kept for another reason, which stands at them (`Part.kept_for`).
@@ -27,7 +29,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from math import sqrt
+from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks import tide_parts
@@ -46,6 +49,7 @@ TUNING, REPORTED = range(100, 105), range(480, 485)
 LONG_SEEDS = 2
 LEAST_MEDIAN, LEAST_ANYWHERE = 0.005, 0.02
 GOALS = {"num_parts_of_little_worth": "<= 0"}
+FIGURES = ("gain", "gain_most", "gain_mean", "gain_error")
 AS_IT_IS = ""
 """The name of `tide` with all its parts."""
 
@@ -125,6 +129,8 @@ def case_of(name: str, gains: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         "case": name,
         "gain": median(medians.values()),
         "gain_most": medians[most],
+        "gain_mean": mean(medians.values()),
+        "gain_error": stdev(medians.values()) / sqrt(len(medians)) if len(medians) > 1 else 0.0,
         "gains_most_in": most,
         "gain_min": min(min(each) for each in gains.values()),
         "gain_max": max(max(each) for each in gains.values()),
@@ -137,7 +143,7 @@ def figures_of(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     little = [each for each in cases if each["gain"] < LEAST_MEDIAN and each["gain_most"] < LEAST_ANYWHERE]
     figures: dict[str, float] = {}
     for each in cases:
-        figures |= {f"gain_{each['case']}": each["gain"], f"gain_most_{each['case']}": each["gain_most"]}
+        figures |= {f"{figure}_{each['case']}": each[figure] for figure in FIGURES}
     unexplained = [each for each in little if each["case"] != NOTHING and not each["kept_for"]]
     return figures | {"num_parts_of_little_worth": len(unexplained)}
 
