@@ -221,9 +221,11 @@ proto: $(DEV)
 schema: $(DEV)
 	@$(BIN)/python -m tools.schema
 
-lock: $(DEV)
+lock: $(DEV) $(ANSIBLE)
 	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/data.in -r requirements/dev.in >&2
 	@$(BIN)/python -m tools.lock
+	@$(DEPLOY_VENV)/bin/python $(PIP_INSTALL) --upgrade -r requirements/deploy.in >&2
+	@$(DEPLOY_VENV)/bin/python -m tools.lock deploy
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,13 +1,15 @@
-"""Writes requirements/{base,data,dev}.txt: every package that the .in files need, at its installed version.
+"""Writes requirements/{base,data,dev}.txt: every package that the .in files need, at its installed version. With names
+it writes those: `deploy`, which has an environment of its own.
 
-`make lock` installs the .in files and then runs this. The closure follows each package's own requirements for this
-Python and platform. Each file has only the packages that the files before it lack. Versions lose their local part
-(`2.13.0+cpu`), so that every index with the version can serve the lock.
+`make lock` installs the .in files and then runs this in each environment. The closure follows each package's own
+requirements for this Python and platform. Each file has only the packages that the files before it lack. Versions lose
+their local part (`2.13.0+cpu`), so that every index with the version can serve the lock.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -44,16 +46,16 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
             found = distribution(name)
         except PackageNotFoundError as missing:
             raise LookupError(
-                f"{name} is not installed: pip install -r requirements/base.in -r data.in -r dev.in"
+                f"{name} is not installed: make lock installs what the .in files name"
             ) from missing
         pins[name] = f"{name}=={Version(found.version).public}"
         waiting += [(Requirement(line), set(requirement.extras)) for line in found.requires or ()]
     return pins
 
 
-def main() -> int:
+def main(names: Sequence[str]) -> int:
     known: dict[str, str] = {}
-    for name in ("base", "data", "dev"):
+    for name in names or ("base", "data", "dev"):
         requirements = requirements_in((FOLDER / f"{name}.in").read_text())
         pins = {key: line for key, line in closure(requirements).items() if key not in known}
         known |= pins
@@ -64,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ pytestmark = [
     *MARKS,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("sshd") is None, reason="it needs sshd (openssh-server)"),
+    pytest.mark.skipif(shutil.which("sudo") is None, reason="it needs sudo"),
 ]
 
 MOST_DEPLOY_S = 300
@@ -37,10 +39,10 @@ class Site:
     storage: Path
     machines: dict[str, Container]
 
-    def inventory(self, **changes: Any) -> dict[str, Any]:
-        """`changes`: of the variables of all, or of a host by its name."""
-        hosts: dict[str, dict[str, Any]] = {name: {"ansible_host": ADDRESSES[name]} for name in self.machines}
-        for number, name in enumerate(self.machines):
+    def inventory(self, *, names: Sequence[str] = tuple(ADDRESSES), **changes: Any) -> dict[str, Any]:
+        """`names`: of its hosts. `changes`: of the variables of all, or of a host by its name."""
+        hosts: dict[str, dict[str, Any]] = {name: {"ansible_host": ADDRESSES[name]} for name in names}
+        for number, name in enumerate(names):
             hosts[name] |= {"tidegate_nodes": {f"n{number}": 4}, **changes.pop(name, {})}
         variables = {
             "ansible_user": "root",
@@ -62,6 +64,16 @@ class Site:
                 },
             }
         }
+
+    def certs(self, *words: str) -> str:
+        command = [
+            f"{sys.prefix}/bin/tidegate",
+            "certs",
+            *words,
+            "--authority",
+            str(self.folder / "tidegate-authority"),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def make(self, target: str, *words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
         inventory = self.folder / "inventory.yml"
@@ -105,6 +117,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with networked(storage) as machines:
         for each in machines.values():
             each.said(f"mkdir -p ~root/.ssh /run/sshd; echo '{key}' > ~root/.ssh/authorized_keys; systemctl start ssh")
+            each.said(
+                "useradd --create-home --shell /bin/bash carol; install -d -o carol -m 700 ~carol/.ssh; "
+                "install -o carol ~root/.ssh/authorized_keys ~carol/.ssh; "
+                "echo 'carol ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/carol"
+            )
         yield Site(folder, storage, machines)
 
 
@@ -138,6 +155,28 @@ def test_a_part_of_the_machines_is_not_deployed_to(site: Site) -> None:
     assert "only b of the inventory" in " ".join(done.stdout.split()), done.stdout
 
 
+def assert_credentials_are_renewed(site: Site) -> None:
+    """Before they end, and after they were revoked. The cluster is asked with them in between."""
+
+    def serial() -> str:
+        return site.machines["b"].said(
+            "openssl x509 -noout -serial -in /etc/tidegate/node/credential.pem; cat /etc/tidegate/node/revoked.json"
+        )
+
+    seen = [serial()]
+    site.deploy(tidegate_renew_days=120)
+    seen.append(serial())
+    issued = json.loads(site.certs("-o", "json", "list"))
+    own = [each["serial"] for each in issued if each["name"] == "b"][-1]
+    site.certs("revoke", own)
+    site.deploy()
+    seen.append(serial())
+    assert len({*seen}) == 3
+    assert own in seen[-1]
+    assert site.deploy() == dict.fromkeys(ADDRESSES, 0)
+    assert {row["state"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))} == {"ready"}
+
+
 def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes(
     site: Site, want_checksum: str
 ) -> None:
@@ -150,6 +189,7 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     assert site.deploy("--check") == dict.fromkeys(ADDRESSES, 0)
     assert site.machines["b"].said("stat -c '%U %a' /etc/tidegate/node/credential.pem") == "tidegate 600"
 
+    assert_credentials_are_renewed(site)
     for name in ("first", "second"):
         site.submit(name)
     for name in ("first", "second"):
@@ -158,10 +198,12 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     # Another release, which has the same code.
     for each in site.machines.values():
         each.said(f"ln -s {sys.prefix} /opt/other")
+        each.said("cd /opt; mkdir -p tidegate-releases/{old,new}; touch -d '2 days ago' tidegate-releases/old")
     site.submit("third")
     site.until_saved("third")
     assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
     assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
+    assert site.machines["b"].said("ls /opt/tidegate-releases") == "new", "one stays, to go back to"
 
     site.submit("fourth")
     site.until_saved("fourth")
@@ -178,3 +220,9 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
         left = "ls -d /etc/tidegate /opt/tidegate /var/lib/tidegate /etc/systemd/system/tidegate* || true"
         assert machine.said(left) == ""
     assert (site.storage / "jobs" / "first" / "result.json").exists()
+
+    # A cluster of one machine, by a user who becomes root.
+    by_carol = {"names": ("a",), "ansible_user": "carol", "ansible_become": True}
+    assert min(site.deploy(**by_carol).values()) > 0
+    assert site.deploy(**by_carol) == {"a": 0}
+    assert [row["node"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))] == ["n0"]
