@@ -38,7 +38,7 @@ from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
-from tidegate.launcher.lock import held_by
+from tidegate.launcher.lock import machine_number, record_of_holder
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
@@ -157,7 +157,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     folder, slots = ClusterFolder.of(output_dir), Slots(nodes, args.device, args.slots_per_gpu)
     machines = machines_of(args, machine_by_node)
     if (pid := agent_pid(folder)) is not None:
-        raise NotUp(f"a cluster is up in {output_dir} already (agent {pid}): end it with tidegate down")
+        where = f"agent {pid}" if pid else "on another machine"
+        raise NotUp(f"a cluster is up in {output_dir} already ({where}): end it there with tidegate down")
     of_a_job = ClusterSection.model_construct(
         nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu, machines=machines.far
     )
@@ -207,6 +208,8 @@ def down(output_dir: Path, form: Form) -> int:
     pid = agent_pid(folder)
     if pid is None:
         raise NoCluster(f"no cluster is up in {output_dir}")
+    if not pid:
+        raise NotUp(f"the cluster of {output_dir} is up on another machine: end it there")
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
@@ -239,7 +242,7 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
     for warning in (*sourced.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
-    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", has_devices=True)
+    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
     try:
         job = asyncio.run(check_job(request))
     except ConfigError as error:
@@ -249,51 +252,64 @@ def submit(args: argparse.Namespace, form: Form) -> int:
         treatment=start,
         priority=args.priority,
         command=command,
-        # A job's own folder is on another file system, of which the cluster knows nothing.
-        node_bytes=node_bytes(job) if config.runtime.host_memory_root == "/dev/shm" else 0,
+        node_bytes=node_bytes(job) if _is_counted(Path(config.runtime.host_memory_root)) else 0,
     )
     folder = ClusterFolder.of(Path(config.output_dir))
     return asyncio.run(_submit(folder, submission, form, follow=args.follow))
+
+
+def _is_counted(host_memory: Path) -> bool:
+    """Whether it is the file system whose room the agents tell."""
+    root = host_memory.resolve()
+    return Path("/dev/shm") in (root, *root.parents)
 
 
 async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool) -> int:
     async with cluster_of(folder) as cluster:
         found = (await cluster.SubmitJob(request)).submission
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
-    return int(not await _have_finished(folder, {found.job})) if follow else 0
+    if not follow:
+        return 0
+    (ended,) = await _until_ended(folder, {found.job})
+    return int(ended.end != "finished")
 
 
 async def wait(jobs: Collection[str], output_dir: Path, form: Form) -> int:
-    """Waits for the end of these jobs, or of all that have not ended. The exit code: 1 where one has not finished.
-    NoCluster, UnknownJob."""
+    """Waits for the end of these jobs, or of all, those that come meanwhile too. The exit code: 1 where one of them has
+    not finished. NoCluster, UnknownJob."""
     folder = ClusterFolder.of(output_dir)
     known = await _listed(folder)
     if unknown := sorted({*jobs}.difference(each.job for each in known)):
         has = ", ".join(sorted(each.job for each in known)) or "none"
         raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
-    waited_for = {*jobs} or {each.job for each in known if each.state != "ended"}
-    is_done = await _have_finished(folder, waited_for)
-    rows = [row_of(each) for each in await _listed(folder) if each.job in waited_for]
+    ended = await _until_ended(folder, jobs)
+    rows = [row_of(each) for each in ended]
     empty = f"all jobs of the cluster of {output_dir} have ended"
     show(rows, ("job", "state", "starts", "message"), form=form, out=sys.stdout, empty=empty)
-    return int(not is_done)
+    return int(any(each.end != "finished" for each in ended))
 
 
-async def _have_finished(folder: ClusterFolder, jobs: Collection[str]) -> bool:
-    """Once all of them have ended: whether all have finished. Each change is told on stderr."""
-    told: dict[str, str] = {}
+async def _until_ended(folder: ClusterFolder, jobs: Collection[str]) -> list[cluster_pb2.Submission]:
+    """These jobs, or all that have not ended, once none is left. Each change is told on stderr. NoCluster: the cluster
+    ended, or has forgotten a job."""
+    seen: dict[str, cluster_pb2.Submission] = {}
     while True:
-        found = [each for each in await _listed(folder) if each.job in jobs]
-        for each in found:
-            is_over = each.state == "ended"
-            text = f"{each.end}: {each.message}" if is_over else f"is {each.state}"
-            text += f": {each.message}" if each.message and not is_over else ""
-            if told.get(each.job) != text:
-                print(f"tidegate: job {each.job} {text}", file=sys.stderr)
-                told[each.job] = text
-        if all(each.state == "ended" for each in found):
-            return all(each.end == "finished" for each in found)
+        there = await _listed(folder)
+        if gone := sorted({*jobs}.difference(each.job for each in there)):
+            raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
+        for each in there:
+            if each.job in jobs or (not jobs and (each.job in seen or each.state != "ended")):
+                if (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else ""):
+                    print(f"tidegate: job {each.job} {told}", file=sys.stderr)
+                seen[each.job] = each
+        if all(each.state == "ended" for each in seen.values()):
+            return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)
+
+
+def _told(each: cluster_pb2.Submission) -> str:
+    state = each.end or f"is {each.state}"
+    return f"{state}: {each.message}" if each.message or each.end else state
 
 
 async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
@@ -350,9 +366,11 @@ def row_of(each: cluster_pb2.Submission) -> Row:
 
 
 def agent_pid(folder: ClusterFolder) -> int | None:
-    """The pid of the agent that has the folder now."""
-    pid = held_by(folder.lock)
-    return int(pid) if pid is not None and pid.isdecimal() else None
+    """The pid of the agent that has the folder now. 0: it is on another machine, which shares the folder."""
+    found = record_of_holder(folder.lock)
+    if found is None or "pid" not in found:
+        return None
+    return found["pid"] if found.get("machine", machine_number()) == machine_number() else 0
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from cli.cluster import NoCluster, cluster_of
 from cli.rows import Form, Row, answer_text, written
 from cli.usage import BadUsage
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.sizes import host_memory_text
 from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
 
@@ -74,7 +75,7 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
     if form is not Form.TABLE:
         print(written(description, form))
         return 0
-    jobs = ", ".join(f"{job}{_memory_told(needs.get(job, 0))}" for job in row["jobs"]) or "none"
+    jobs = ", ".join(f"{job}{host_memory_text(needs.get(job, 0), before=' with ')}" for job in row["jobs"]) or "none"
     print(f"node {node}: {row['state']}, {row['free']} of {row['slots']} slots free, jobs: {jobs}")
     if row["message"]:
         print(f"away {row['message']}")
@@ -118,10 +119,6 @@ def _machine_text(found: cluster_pb2.GetNodeMachineResponse) -> str:
             f"versions {versions}",
         )
     )
-
-
-def _memory_told(num_bytes: int) -> str:
-    return f" ({num_bytes / _GIB:.1f} GiB of host memory)" if num_bytes else ""
 
 
 def _gpus_text(devices: Iterable[machine_pb2.CudaDevice]) -> str:

@@ -27,6 +27,7 @@ import os
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,7 +50,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
-from tidegate.launcher.lock import held
+from tidegate.launcher.lock import held, machine_number
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.cuda import NoCuda, cuda_devices
@@ -116,8 +117,8 @@ class Agent:
             jobs = NodeJobs(folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed)
             servicer.jobs = jobs
             if self._slots.device == "cuda":
-                finding = asyncio.create_task(_find_devices(servicer))
-                closing.callback(finding.cancel)
+                # torch is imported for it: nobody waits, at the end neither.
+                threading.Thread(target=_find_devices, args=(servicer,), daemon=True).start()
             server = await serve([served], f"{LOOPBACK}:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
             closing.callback(self._spawner.close)
@@ -232,10 +233,10 @@ class Agent:
             await jobs.note_end(ended)
 
 
-async def _find_devices(servicer: NodeServicer) -> None:
+def _find_devices(servicer: NodeServicer) -> None:
     """A machine that keeps a cluster of other machines' GPUs may have none."""
     with contextlib.suppress(NoCuda):
-        servicer.devices = await asyncio.to_thread(cuda_devices)
+        servicer.devices = cuda_devices()
 
 
 def _raise_limit_of_files() -> None:
@@ -254,7 +255,7 @@ def locked(folder: ClusterFolder) -> Iterator[None]:
     folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_up = AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down")
     with held(folder.lock, lambda _: is_up) as fd:
-        os.pwrite(fd, json.dumps({"pid": os.getpid()}).encode().ljust(64), 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), "machine": machine_number()}).encode().ljust(64), 0)
         yield
 
 

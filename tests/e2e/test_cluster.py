@@ -151,13 +151,16 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert "no cluster is up" in cluster.submit("more", is_refused=True)
 
 
-def test_a_cluster_in_the_foreground_ends_in_order_when_it_is_asked_to(cluster: Cluster) -> None:
-    command = [sys.executable, "-m", "cli", "up", "n0=3", "--foreground", "--output-dir", str(cluster.output_dir)]
+def test_a_cluster_in_the_foreground_ends_in_order_when_it_is_asked_to(cluster: Cluster, tmp_path: Path) -> None:
+    (gates := tmp_path / "gates").mkdir()
+    words = ["up", "n0=3", "--foreground", "--gate-root", str(gates), "--output-dir", str(cluster.output_dir)]
+    command = [sys.executable, "-m", "cli", *words]
     with subprocess.Popen(command, cwd=REPOSITORY) as agent:
         while not json.loads(cluster.run("get", "nodes", "-o", "json")):
             assert agent.poll() is None
             time.sleep(LOOK_AGAIN_S)
         assert cluster.agent().pid == agent.pid
+        assert [each.name for each in gates.iterdir()] == ["n0"]
         family = cluster.agent().children(recursive=True)
         agent.terminate()
         assert agent.wait() == 0

@@ -198,7 +198,10 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     # Another release, which has the same code.
     for each in site.machines.values():
         each.said(f"ln -s {sys.prefix} /opt/other")
-        each.said("cd /opt; mkdir -p tidegate-releases/{old,new}; touch -d '2 days ago' tidegate-releases/old")
+        each.said(
+            "mkdir -p /opt/tidegate-releases; cd /opt/tidegate-releases; mkdir old new broken; "
+            "touch new/.installed; touch -d '2 days ago' old/.installed"
+        )
     site.submit("third")
     site.until_saved("third")
     assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0

@@ -59,14 +59,14 @@ class Slurm:
     def jobs(self) -> Path:
         return self.storage / "jobs"
 
-    def allocate(self, *names: str, **changes: Any) -> str:
-        """An allocation of two machines with these jobs; its number."""
+    def allocate(self, *names: str, num_machines: int = 2, **changes: Any) -> str:
+        """An allocation with these jobs; its number."""
         for name in names:
             raw = small_job(name, **{"algorithm__iterations": ITERATIONS, **changes})
             (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
         configs = " ".join(f"/srv/tidegate/{name}.yaml" for name in names)
         script = REPOSITORY / "deploy" / "tidegate.sbatch"
-        return self.said(f"sbatch --parsable --nodes=2 {script} {configs}")
+        return self.said(f"sbatch --parsable --nodes={num_machines} {script} {configs}")
 
     def state(self, allocation: str) -> str:
         return self.said(f"squeue --noheader --states=all --format=%T --jobs={allocation}")
@@ -106,7 +106,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def assert_nothing_is_left(slurm: Slurm, *, but: str = "none") -> None:
     """`but`: names in host memory that do not count."""
     for machine in slurm.machines.values():
-        files = f"ls -d /dev/shm/*tidegate* /tmp/tidegate* 2>/dev/null | grep -v '{but}'"
+        files = f"ls -d /dev/shm/{{,.}}*tidegate* /tmp/tidegate* 2>/dev/null | grep -v '{but}'"
         assert machine.said(f"{files} || true; pgrep -u {USER} || true") == ""
 
 
@@ -140,6 +140,10 @@ def test_an_allocation_ends_with_what_is_wrong(slurm: Slurm) -> None:
     wrong = slurm.allocate("wrong", algorithm__group_size=0)
     assert slurm.until_ended(wrong) == "FAILED"
     assert "algorithm.group_size" in slurm.told(wrong)
+
+    small = slurm.allocate("small", num_machines=1)
+    assert slurm.until_ended(small) == "FAILED"
+    assert "job small needs 8 GPUs (4 on n0, 4 on n1), those of a node together; n0 has 4" in slurm.told(small)
 
     lost = slurm.allocate("lost")
     while not (slurm.jobs / "lost").exists():

@@ -15,16 +15,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from tidegate.cluster.slots import Slots
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
+from tidegate.sizes import size_text
 from tidegate.types import GpuId, NodeId, Role, gpu_id, node_of
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +49,15 @@ class Room:
     def bytes_on(self, node: NodeId) -> float:
         return next((each.num_bytes for each in self.memory if node in each.nodes), float("inf"))
 
-    def without(self, gpus: Iterable[GpuId], node_bytes: int) -> Room:
-        """After a job took these GPUs, and host memory on each of their nodes."""
-        taken = frozenset(gpus)
-        on = {node_of(gpu) for gpu in taken}
+    def without(self, *jobs: tuple[Collection[GpuId], int]) -> Room:
+        """After these jobs took their GPUs, and host memory on each of their nodes."""
+        taken: Counter[NodeId] = Counter()
+        for gpus, node_bytes in jobs:
+            taken.update(dict.fromkeys(map(node_of, gpus), node_bytes))
         memory = tuple(
-            replace(each, num_bytes=each.num_bytes - node_bytes * len(on.intersection(each.nodes)))
-            for each in self.memory
+            replace(each, num_bytes=each.num_bytes - sum(taken[node] for node in each.nodes)) for each in self.memory
         )
-        return replace(self, free=self.free - taken, memory=memory)
+        return replace(self, free=self.free.difference(*(gpus for gpus, _ in jobs)), memory=memory)
 
 
 def cluster_gpus(nodes: Mapping[NodeId, int]) -> tuple[GpuId, ...]:
@@ -72,23 +71,34 @@ def needs_of(config: JobConfig) -> tuple[int, ...]:
 
 
 def placed_gpus(needs: Sequence[int], room: Room, *, node_bytes: int = 0) -> tuple[GpuId, ...] | None:
-    """Free GPUs of the cluster for those of a config, in its order. None: there is too little room. Larger nodes of the
-    config choose first. `node_bytes`: the host memory that each node of the cluster has to have for it."""
+    """Free GPUs of the cluster for those of a config, in its order. None: none were found. `node_bytes`: the host
+    memory that each node of the cluster has to have for it."""
+    found = _chosen(needs, room, node_bytes, is_close=False)
+    # On fewer nodes it needs less memory.
+    return _chosen(needs, room, node_bytes, is_close=True) if found is None and node_bytes else found
+
+
+def _chosen(needs: Sequence[int], room: Room, node_bytes: int, *, is_close: bool) -> tuple[GpuId, ...] | None:
+    """Larger nodes of the config choose first: the fullest node that has room, so that whole nodes stay free for jobs
+    that need them. `is_close`: one that the job has already, then the emptiest."""
     left = {node: [gpu for gpu in cluster_gpus({node: room.nodes[node]}) if gpu in room.free] for node in room.nodes}
     places: dict[int, list[GpuId]] = {}
     its_own: set[NodeId] = set()
     for place in sorted(range(len(needs)), key=lambda each: -needs[each]):
-        # The fullest node that has room, so that whole nodes stay free for jobs that need them.
         fitting = [
             node
             for node in room.nodes
-            if len(left[node]) >= needs[place] and (node in its_own or room.bytes_on(node) >= node_bytes)
+            if len(left[node]) >= needs[place]
+            and (not node_bytes or node in its_own or room.bytes_on(node) >= node_bytes)
         ]
         if not fitting:
             return None
-        node = min(fitting, key=lambda each: len(left[each]))
-        if node not in its_own:
-            room = room.without((left[node][0],), node_bytes)
+        if is_close:
+            node = min(fitting, key=lambda each: (each not in its_own, -len(left[each])))
+        else:
+            node = min(fitting, key=lambda each: len(left[each]))
+        if node_bytes and node not in its_own:
+            room = room.without((left[node][:1], node_bytes))
             its_own.add(node)
         places[place], left[node] = left[node][: needs[place]], left[node][needs[place] :]
     return tuple(gpu for place in range(len(needs)) for gpu in places[place])
@@ -126,7 +136,7 @@ def misfit(config: JobConfig, slots: Slots, *, node_bytes: int = 0, memory: tupl
     found = placed_gpus(needs, room, node_bytes=node_bytes)
     if found is None and placed_gpus(needs, Room.whole(slots.nodes)) is not None:
         return (
-            f"job {config.job} needs {node_bytes / _GIB:.1f} GiB of host memory on each of its nodes; "
+            f"job {config.job} needs {size_text(node_bytes)} of host memory on each of its nodes; "
             f"{memory_told(memory)}: make it larger there (mount -o remount,size=..., docker run --shm-size)"
         )
     if found is None:
@@ -149,7 +159,7 @@ def memory_told(memory: Iterable[HostMemory]) -> str:
     told = []
     for each in memory:
         verb = "together have" if len(each.nodes) > 1 else "has"
-        told.append(f"{' and '.join(each.nodes)} {verb} {each.num_bytes / _GIB:.1f} GiB")
+        told.append(f"{' and '.join(each.nodes)} {verb} {size_text(each.num_bytes)}")
     return ", ".join(told)
 
 

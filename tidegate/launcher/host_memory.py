@@ -1,10 +1,12 @@
 """The host memory that a job's versions of the weights take, and whether this machine has it.
 
-Each node keeps the version in use and the next one, and with a KL term the reference policy's:
+A node with GPUs of the rollout or the inference keeps the version in use and the next one, and with a KL term the
+reference policy's:
 
     bytes of a node = versions * parameters * bytes of a weight
 
-This is the least. The actor's state is there too where it has room (`services.actor.arena_folder`), else elsewhere.
+GPUs move, so every node counts. The actor's state is there too where it has room (`services.actor.arena_folder`), else
+elsewhere. SGLang keeps a copy of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from pathlib import Path
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, host_memory_folder
 from tidegate.megatron.family import model_parameters
+from tidegate.sizes import size_text
 
 NUM_VERSIONS = 2
-_GIB = 2**30
 
 
 def node_bytes(job: Job) -> int:
@@ -38,17 +40,18 @@ def check_host_memory(job: Job) -> None:
     # A killed launcher's files go when the job starts again.
     free = shutil.disk_usage(root).free + _taken_bytes(host_memory_folder(job.config))
     if needed > free:
-        raise CannotStart(f"runtime.host_memory_root={root} has {shortage(job, num_nodes, free)}")
+        told = shortage(job, num_nodes, f"{size_text(free)} free")
+        raise CannotStart(f"runtime.host_memory_root={root} has {told}; or remove what others left there")
 
 
-def shortage(job: Job, num_nodes: int, found_bytes: int) -> str:
-    """The numbers and the remedy, for a machine with some nodes of the job that has `found_bytes`."""
+def shortage(job: Job, num_nodes: int, found: str) -> str:
+    """The numbers and the remedy, for a machine with some nodes of the job. `found`: what it has."""
     per_node = node_bytes(job)
     versions = f"{NUM_VERSIONS} versions of the weights" + (
         " and the reference policy's" if job.config.algorithm.kl_coefficient else ""
     )
     return (
-        f"{found_bytes / _GIB:.1f} GiB, and {num_nodes} x {per_node / _GIB:.1f} GiB are needed ({versions}, "
+        f"{found}, and {num_nodes} x {size_text(per_node)} are needed ({versions}, "
         f"{_num_parameters(job):,} parameters, on each node): make it larger (mount -o remount,size=..., docker run "
         "--shm-size), or name another folder"
     )

@@ -19,6 +19,12 @@ from tidegate.json_text import parse_json, typed, whole_number
 LOCK = "launcher.lock"
 
 
+def machine_number() -> int:
+    """A number of this machine and its boot: a pid means something there alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return int(boot.replace("-", "")[:12], 16)
+
+
 def launcher_pid(folder: JobFolder) -> str | None:
     """The pid of the launcher that runs the job now. None when there is none."""
     return held_by(folder.root / LOCK)
@@ -26,6 +32,12 @@ def launcher_pid(folder: JobFolder) -> str | None:
 
 def held_by(path: Path) -> str | None:
     """The pid of the lock's holder, "unknown" where its record says none. None when nobody holds it."""
+    record = record_of_holder(path)
+    return None if record is None else _pid_in(record)
+
+
+def record_of_holder(path: Path) -> dict[str, int] | None:
+    """None when nobody holds the lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,7 +45,7 @@ def held_by(path: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return holder_of(fd)
+        return lock_record(fd)
     else:
         return None
     finally:
@@ -76,7 +88,11 @@ def job_lock(path: Path) -> Iterator[bool]:
 
 def holder_of(lock_fd: int) -> str:
     """The pid in the lock's record."""
-    return str(lock_record(lock_fd).get("pid", "unknown"))
+    return _pid_in(lock_record(lock_fd))
+
+
+def _pid_in(record: dict[str, int]) -> str:
+    return str(record.get("pid", "unknown"))
 
 
 def lock_record(lock_fd: int) -> dict[str, int]:

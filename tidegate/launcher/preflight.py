@@ -42,6 +42,7 @@ from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
+from tidegate.sizes import size_text
 from tidegate.types import JobId, NodeId
 from tidegate.v1 import machine_pb2
 
@@ -137,7 +138,7 @@ def machine_fault(
     # What is free there now may be another's, or left by this job.
     room = there.host_memory.total_bytes
     if job is not None and len(machine.nodes) * node_bytes(job) > room:
-        return f"{key} has in {there.host_memory_root} {shortage(job, len(machine.nodes), room)}"
+        return f"{key} has in {there.host_memory_root} {shortage(job, len(machine.nodes), size_text(room))}"
     return ""
 
 

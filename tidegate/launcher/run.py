@@ -98,8 +98,8 @@ class RunRequest:
     """Remarks on how the config was read. They are shown with the config's warnings."""
     is_of_cluster: bool = False
     """Whether a cluster starts it, and keeps its store."""
-    has_devices: bool = False
-    """Whether a cluster has the devices and the host memory of its slots, wherever they are, and checks them."""
+    is_submitted: bool = False
+    """Whether it is put into the queue of a cluster, whose slots may be on other machines, and is not started now."""
 
 
 async def check_job(request: RunRequest) -> Job:
@@ -148,7 +148,7 @@ async def run_job(request: RunRequest, view: View, spawner: Spawner | None = Non
 async def _checked(request: RunRequest) -> Job:
     if fault := budget_fault(request.config.cluster, num_cores=num_cores()):
         raise ConfigError(fault)
-    if not request.has_devices and (fault := cuda_fault(request.config.cluster)):
+    if not request.is_submitted and (fault := cuda_fault(request.config.cluster)):
         raise CannotStart(fault)
     if not (request.config.runtime.adopts_store or request.is_of_cluster):
         raise CannotStart(
@@ -162,7 +162,8 @@ async def _checked(request: RunRequest) -> Job:
         raise ConfigError("\n".join(faults))
     await check_engine(job)
     await check_weights(job)
-    if not request.has_devices:
+    if not (request.is_submitted or request.is_of_cluster):
+        # A cluster counts what its jobs need. What others have free now would end a job that has room by that count.
         check_host_memory(job)
     job = await with_checked_data(job)
     await check_servers(request.config, request.start)

@@ -22,6 +22,7 @@ from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
 from tidegate.short_lists import counted
+from tidegate.sizes import host_memory_text
 from tidegate.types import JobId, NodeId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -151,7 +152,7 @@ def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.S
     waits = ""
     if num_ahead is not None:
         behind = f", behind {counted(num_ahead, 'job')}" if num_ahead else ""
-        memory = f" and {each.node_bytes / 2**30:.1f} GiB of host memory" if each.node_bytes >= 2**27 else ""
+        memory = host_memory_text(each.node_bytes, before=" and ")
         waits = f"waits for {counted(each.num_gpus, 'GPU')}{memory}{behind}"
     return cluster_pb2.Submission(
         job=each.job,

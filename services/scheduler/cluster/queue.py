@@ -39,6 +39,7 @@ from tidegate.cluster.placement import HostMemory, Room, memory_told, placed_gpu
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
 from tidegate.short_lists import counted
+from tidegate.sizes import host_memory_text
 from tidegate.types import GpuId, JobId, NodeId, node_of
 
 KEPT = 256
@@ -179,25 +180,24 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     """The records, after those at the head of the queue for whom there is room were placed."""
     every = {each.job: each for each in submissions}
     free = {gpu for gpu in cluster.free if node_of(gpu) not in cluster.drained and node_of(gpu) not in cluster.lost}
-    room, whole = Room(cluster.nodes, frozenset(free), cluster.memory), Room.whole(cluster.nodes, cluster.memory)
-    for each in every.values():
-        if each.gpus:
-            room = room.without(each.gpus, each.node_bytes)
+    whole = Room.whole(cluster.nodes, cluster.memory)
+    room = Room(cluster.nodes, frozenset(free), cluster.memory)
+    room = room.without(*((each.gpus, each.node_bytes) for each in every.values() if each.gpus))
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
         if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
-            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)} on a node; {_there(cluster)}")
+            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {_there(cluster)}")
             continue
         if gpus is None:
             break
-        room = room.without(gpus, each.node_bytes)
+        room = room.without((gpus, each.node_bytes))
         every[each.job] = replace(each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="")
     return list(every.values())
 
 
 def _told(each: Submission) -> str:
-    memory = f", with {each.node_bytes / 2**30:.1f} GiB of host memory," if each.node_bytes else ""
-    return " and ".join(counted(count, "GPU") for count in each.needs) + memory
+    gpus = " and ".join(counted(count, "GPU") for count in each.needs)
+    return f"{gpus} on a node{host_memory_text(each.node_bytes, before=', each with ')}"
 
 
 def _there(cluster: Cluster) -> str:

@@ -89,7 +89,7 @@ def _ended(state: ClusterState, part: Part, transition: Transition) -> ClusterSt
     if part.state is PartState.COMMITTED:
         has_nothing = part.kind is PartKind.SUSPEND and not component.is_up
         return state.with_component(role, resizes.suspended(component, transition)) if has_nothing else state
-    why = component.last_failure if transition.id in component.broken else "it was not done in time"
+    why = component.last_failure if transition.id in component.broken else "it was not done"
     num_failed = component.num_failed_starts + 1
     only_gives = all(move.target is None for move in transition.moves)
     component = replace(

@@ -63,10 +63,11 @@ async def test_a_job_whose_weights_have_no_room_in_host_memory_is_refused(tmp_pa
     assert node_bytes(job) == 3 * 4 * (200 * layer + (job.padded_vocab + 1) * 65536)
 
     request = RunRequest(config, Start.FRESH, "--resume", "--force")
-    told = r"host_memory_root=\S+ has \d+\.\d GiB, and \d x \S+ GiB are needed \(2 versions of the weights and the"
+    told = r"host_memory_root=\S+ has \S+ [GM]iB free, and \d x \S+ GiB are needed \(2 versions of the weights and the"
     with pytest.raises(CannotStart, match=told):
         await check_job(request)
-    assert (await check_job(replace(request, has_devices=True))).model == job.model, "a cluster looks for room itself"
+    for by_cluster in (replace(request, is_submitted=True), replace(request, is_of_cluster=True)):
+        assert (await check_job(by_cluster)).model == job.model, "a cluster counts by itself"
 
 
 async def test_a_store_that_nobody_would_open_is_refused_outside_of_a_cluster(tmp_path: Path) -> None:

@@ -100,12 +100,16 @@ def test_jobs_of_a_machine_need_no_more_host_memory_than_it_has() -> None:
     assert placed_gpus((4, 4), Room.whole(TWO, APART), node_bytes=5) is None, (
         "the second has to be on the other machine"
     )
-    assert placed_gpus((4, 4), Room.whole(TWO, TOGETHER), node_bytes=6) is None, "one machine has both"
+    assert placed_gpus((8, 4), Room.whole(TWO, TOGETHER), node_bytes=6) is None, "one machine has both"
     assert placed_gpus((3, 3), Room.whole({N0: 8}, TOGETHER), node_bytes=6), "both are on one node, which has it once"
-    left = Room.whole(TWO, TOGETHER).without(gpus("0/0 1/0"), 4)
+    left = Room.whole(TWO, TOGETHER).without((gpus("0/0 1/0"), 4))
     assert (len(left.free), left.memory[0].num_bytes, left.bytes_on(N1)) == (10, 2, 2)
     assert placed_gpus((3,), left, node_bytes=3) is None
     assert placed_gpus((3,), left, node_bytes=2) == gpus("1/1 1/2 1/3")
+    unequal = Room.whole({N0: 4, N1: 8}, TOGETHER)
+    assert placed_gpus((4, 4), unequal, node_bytes=8) == cluster_gpus({N1: 8}), "both on the larger one, which has room"
+    over = Room.whole(TWO, TOGETHER).without((gpus("0/0"), 11))
+    assert placed_gpus((3,), over) == gpus("1/0 1/1 1/2"), "who needs none does not wait for it"
 
 
 def test_a_job_that_needs_more_host_memory_than_any_machine_has_is_told_with_the_numbers() -> None:

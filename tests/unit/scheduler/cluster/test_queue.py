@@ -233,5 +233,5 @@ def test_a_job_that_needs_more_host_memory_than_there_is_any_more_ends_with_the_
     found = after([replace(submitted("a"), node_bytes=3 << 30)], there)["a"]
     assert (found.end, found.message) == (
         "failed",
-        "it needs 4 GPUs, with 3.0 GiB of host memory, on a node; n0 has 8; n0 has 2.0 GiB",
+        "it needs 4 GPUs on a node, each with 3.0 GiB of host memory; n0 has 8; n0 has 2.0 GiB",
     )

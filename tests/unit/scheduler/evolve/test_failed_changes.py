@@ -68,7 +68,7 @@ def test_a_start_that_is_not_done_by_its_deadline_is_closed_and_counts_as_failed
 
     assert drive.cluster.store.records[transition.id].outcome is Outcome.ABORTED
     rollout = drive.state.components[Role.ROLLOUT]
-    assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done in time")
+    assert (rollout.num_failed_starts, rollout.last_failure) == (1, "it was not done")
     drive.cluster.hung.clear()
     assert drive.run().phase is Phase.FINISHED
 
