@@ -25,6 +25,8 @@ from tidegate.v1 import cluster_pb2
 QUEUED, RUNNING, QUICK_QUEUED = 1000, 100, 100
 ROUNDS, QUICK_ROUNDS = 300, 30
 NODES = {NodeId(f"n{number}"): 8 for number in range(100)}
+MEMORY_BYTES, JOB_BYTES = 256 << 30, 16 << 30
+"""The host memory of a node, and what a job needs of it."""
 _CONFIG = "examples/grpo.yaml"
 """A job on eight GPUs of two nodes."""
 
@@ -37,7 +39,10 @@ class _Agents:
 
     async def GetNode(self, _: cluster_pb2.GetNodeRequest) -> cluster_pb2.GetNodeResponse:
         slots = {str(node): count for node, count in NODES.items()}
-        return cluster_pb2.GetNodeResponse(num_slots=slots, device="cpu", slots_per_gpu=1, jobs=self.jobs.values())
+        memory = [cluster_pb2.HostMemory(nodes=[node], total_bytes=MEMORY_BYTES) for node in NODES]
+        return cluster_pb2.GetNodeResponse(
+            num_slots=slots, device="cpu", slots_per_gpu=1, jobs=self.jobs.values(), host_memory=memory
+        )
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest) -> cluster_pb2.StartJobResponse:
         self.jobs[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
@@ -71,7 +76,7 @@ async def _rounds(num_queued: int, num_rounds: int) -> list[float]:
     async def submit(number: int, **placed: Any) -> None:
         job = JobId(f"job{number}")
         kept = await store.keep_config(job, config.model_copy(update={"job": job}).to_json())
-        record = Submission(job, kept, Treatment.FRESH, drawn.randrange(3), number, "", (4, 4), **placed)
+        record = Submission(job, kept, Treatment.FRESH, drawn.randrange(3), number, "", (4, 4), node_bytes=JOB_BYTES, **placed)
         await store.write_submissions({job: record.to_json()}, expected={job: None})
 
     every = cluster_gpus(NODES)
