@@ -22,7 +22,7 @@ from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary
 
 pytestmark = [
     *MARKS,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(shutil.which("sshd") is None, reason="it needs sshd (openssh-server)"),
     pytest.mark.skipif(shutil.which("sudo") is None, reason="it needs sudo"),
 ]
