@@ -23,7 +23,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
 from tidegate.short_lists import counted
 from tidegate.sizes import host_memory_text
-from tidegate.types import JobId, NodeId, job_id
+from tidegate.types import JobId, NodeId, job_id, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 
@@ -85,7 +85,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.ListClusterGpusRequest, context: Any
     ) -> cluster_pb2.ListClusterGpusResponse:
         drained = sorted(await self._loop.drained())
-        gpus = gpu_statuses(await self._loop.gpus())
+        # The map remembers GPUs of nodes that the cluster had earlier.
+        there = {
+            gpu: each for gpu, each in (await self._loop.gpus()).items() if node_of(gpu) in self._cluster.slots.nodes
+        }
+        gpus = gpu_statuses(there)
         return cluster_pb2.ListClusterGpusResponse(gpus=gpus, drained_nodes=drained, away=self._loop.away)
 
     async def GetNodeMachine(

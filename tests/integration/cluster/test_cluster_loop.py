@@ -329,6 +329,8 @@ async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab
     with pytest.raises(UnknownSubmission, match="no job 'two'"):
         await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="two"), None)
     await servicer.SubmitJob(request("two", 3), None)
+    # Of a node that the cluster had before its last start.
+    await store.register((GpuId("gone/0"),))
     gpus = (await servicer.ListClusterGpus(cluster_pb2.ListClusterGpusRequest(), None)).gpus
     assert {(each.gpu, each.state, each.job) for each in gpus} == {(gpu, "free", "") for gpu in ALL}
     listed = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
