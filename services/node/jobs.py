@@ -4,6 +4,7 @@ Invariants:
 - A start of a job happens once, however often it is asked for. [test_node_jobs: a_start_happens_once]
 - A job has one launcher at a time. [test_node_jobs: while_an_earlier_one_lives]
 - A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed]
+- A submission with --force removes an earlier run's files once. [test_node_jobs: removes_an_earlier_run_once]
 """
 
 from __future__ import annotations
@@ -83,8 +84,17 @@ class NodeJobs:
         """The last start of each job since this agent began."""
         return dict(self._starts)
 
-    async def start(self, job: JobId, number: int, config: JobConfig, treatment: Treatment, command: str) -> None:
-        """StillRuns. OSError."""
+    async def start(
+        self,
+        job: JobId,
+        number: int,
+        config: JobConfig,
+        treatment: Treatment,
+        command: str,
+        *,
+        submitted_unix_ms: int = 0,
+    ) -> None:
+        """`submitted_unix_ms` names the submission. StillRuns. OSError."""
         async with self._one_at_a_time:
             if (known := self._starts.get(job)) is not None:
                 if known.number == number:
@@ -92,13 +102,18 @@ class NodeJobs:
                 if known.end is None:
                     raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
             prepared = await self._prepare(config)
+            forced, submission = self._folder.job_forced(job), str(submitted_unix_ms)
+            if treatment is Treatment.FORCE and forced.is_file() and forced.read_text() == submission:
+                treatment = Treatment.RESUME  # an earlier start has removed what was there
             if treatment is Treatment.RESUME and number > 1 and not JobFolder.of(config).config.exists():
                 treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
             path = self._folder.job_config(job)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(path, prepared.to_json())
             self._folder.job_end(job).unlink(missing_ok=True)
-            words = ("--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job)))
+            words = ["--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job))]
+            if treatment is Treatment.FORCE:
+                words += ["--forced", str(forced), "--submission", submission]
             spec = ServiceSpec(
                 name=f"{_JOB}{job}",
                 command=(sys.executable, "-m", LAUNCHER, *words, "--command", command),

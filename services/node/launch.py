@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -48,13 +49,20 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config")
     parser.add_argument("--treatment", choices=list(Treatment), required=True, help="of a folder that is there already")
     parser.add_argument("--end", type=Path, required=True, help="the file that tells how it ended")
+    parser.add_argument("--forced", type=Path, help="the file that tells which submission removed an earlier run")
+    parser.add_argument("--submission", default="", help="the name of this one, for that file")
     parser.add_argument("--command", required=True, help="what a person types to submit the job again")
     args = parser.parse_args()
     spawner = Spawner.forked(FORKED)
     try:
         config = JobConfig.read(args.config)
         configure_logging("launcher", level="WARNING")
-        end, message, has_begun = _run(config, Start(args.treatment), args.command, spawner)
+
+        def claimed() -> None:
+            if args.forced is not None:
+                write_private(args.forced, args.submission)
+
+        end, message, has_begun = _run(config, Start(args.treatment), args.command, spawner, claimed)
     finally:
         if spawner is not None:
             spawner.close()
@@ -62,11 +70,13 @@ def main() -> int:
     return int(end is not End.FINISHED)
 
 
-def _run(config: JobConfig, start: Start, command: str, spawner: Spawner | None) -> tuple[End, str, bool]:
+def _run(
+    config: JobConfig, start: Start, command: str, spawner: Spawner | None, claimed: Callable[[], None]
+) -> tuple[End, str, bool]:
     """How it ended, and whether it had begun."""
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_of_cluster=True)
     try:
-        outcome = asyncio.run(run_job(request, _Unseen(), spawner))
+        outcome = asyncio.run(run_job(request, _Unseen(), spawner, claimed=claimed))
     except MachineAway as error:
         return End.INTERRUPTED, str(error), False
     except (ConfigError, NotRecorded) as error:

@@ -100,7 +100,12 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
         config = JobConfig.from_json(request.config)
         await self._jobs().start(
-            job_id(request.job), request.start, config, Treatment(request.treatment), request.command
+            job_id(request.job),
+            request.start,
+            config,
+            Treatment(request.treatment),
+            request.command,
+            submitted_unix_ms=request.submitted_unix_ms,
         )
         return cluster_pb2.StartJobResponse()
 

@@ -5,7 +5,8 @@
     agent.lock       held by the agent, with its pid
     servers/         the data of NATS and Redis: the queue outlasts a restart
     gates/           the gates of the nodes
-    jobs/            of each job: the config of its last start, and how that ended
+    jobs/            of each job: the config of its last start, how that ended, and which submission removed an earlier
+                     run's files
     logs/            of the agent, the scheduler and the jobs' launchers
 
 Keys are in host memory alone (`tidegate.cluster.credentials`).
@@ -64,6 +65,9 @@ class ClusterFolder:
 
     def job_end(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.end.json"
+
+    def job_forced(self, job: JobId) -> Path:
+        return self.root / "jobs" / f"{job}.forced"
 
     def host_memory(self, root: Path) -> Path:
         """The cluster's own folder in host memory. It is the same at every start."""

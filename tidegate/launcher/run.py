@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +114,11 @@ async def check_job(request: RunRequest) -> Job:
     return job
 
 
-async def run_job(request: RunRequest, view: View, spawner: Spawner | None = None) -> Outcome:
-    """The outcome of the run. `spawner`: of the services; None: the run makes one.
+async def run_job(
+    request: RunRequest, view: View, spawner: Spawner | None = None, *, claimed: Callable[[], None] = lambda: None
+) -> Outcome:
+    """The outcome of the run. `spawner`: of the services; None: the run makes one. `claimed` is called once the folder
+    is this run's, and files that --force removes are gone.
 
     Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
     """
@@ -133,6 +136,7 @@ async def run_job(request: RunRequest, view: View, spawner: Spawner | None = Non
                 resume_command=request.resume_command,
             )
             with claiming as claim:
+                claimed()
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
                 run = _Run(claim, request, view, spawner, start_ns=start_ns)

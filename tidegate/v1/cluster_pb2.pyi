@@ -634,12 +634,15 @@ class StartJobRequest(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     TREATMENT_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
+    SUBMITTED_UNIX_MS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     start: _builtins.int
     config: _builtins.str
     """The resolved config, as JSON, on the cluster's GPUs."""
     treatment: _builtins.str
     command: _builtins.str
+    submitted_unix_ms: _builtins.int
+    """Names the submission: what it was asked to do first is done once, however often it is started."""
     def __init__(
         self,
         *,
@@ -648,10 +651,11 @@ class StartJobRequest(_message.Message):
         config: _builtins.str = ...,
         treatment: _builtins.str = ...,
         command: _builtins.str = ...,
+        submitted_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "config", b"config", "job", b"job", "start", b"start", "treatment", b"treatment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "config", b"config", "job", b"job", "start", b"start", "submitted_unix_ms", b"submitted_unix_ms", "treatment", b"treatment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

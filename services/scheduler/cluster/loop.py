@@ -233,6 +233,7 @@ class ClusterLoop:
                 config=config.to_json(),
                 treatment=each.treatment,
                 command=each.command,
+                submitted_unix_ms=each.submitted_unix_ms,
             )
             try:
                 await self._agent.StartJob(request)

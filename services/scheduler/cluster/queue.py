@@ -143,7 +143,9 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         case SubmissionState.PLACED if ran is None:
             return _ended(each, End.CANCELLED, "cancelled before it started") if each.is_cancelled else each
         case SubmissionState.RUNNING if ran is None:
-            return _again(each, "its machine's agent ended", interruptions=each.interruptions)
+            # Whether it has begun, the next agent finds out.
+            first = each.treatment if each.treatment is Treatment.FORCE else Treatment.RESUME
+            return _again(each, "its machine's agent ended", interruptions=each.interruptions, treatment=first)
     assert ran is not None, "the cases above have those without one"
     leaves = each.leaves or cluster.leaves_for(each)
     if ran.end is None:

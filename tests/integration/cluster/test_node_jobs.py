@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.node.jobs import NodeJobs, StillRuns
@@ -41,8 +43,8 @@ class Node:
         config = of_size(JOB, 3)
         self.config = config.model_copy(update={"output_dir": str(folder)})
 
-    async def start(self, number: int, treatment: Treatment = Treatment.FRESH) -> int:
-        await self.jobs.start(JOB, number, self.config, treatment, COMMAND)
+    async def start(self, number: int, treatment: Treatment = Treatment.FRESH, *, submission: int = 0) -> int:
+        await self.jobs.start(JOB, number, self.config, treatment, COMMAND, submitted_unix_ms=submission)
         pid = self.supervisor.pid(f"job-{JOB}")
         assert pid is not None
         return pid
@@ -86,6 +88,34 @@ async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node
     assert node.left == [JOB]
     await node.jobs.start(JOB, 1, node.config, Treatment.FRESH, COMMAND)
     assert node.supervisor.pid(f"job-{JOB}") is None, "the same start is not made again"
+
+
+def until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, tmp_path: Path) -> None:
+    """However often its agent dies: before the launcher has begun, and after."""
+
+    async def started(number: int, *, submission: int) -> list[str]:
+        pid = await node.start(number, Treatment.FORCE, submission=submission)
+        words = psutil.Process(pid).cmdline()
+        return [words[words.index("--treatment") + 1], str(pid)]
+
+    (tmp_path / JOB).mkdir()
+    how, pid = await started(1, submission=5)
+    os.kill(int(pid), signal.SIGKILL)
+    await node.ended()
+    again, pid = await started(2, submission=5)
+    assert (how, again) == ("force", "force")
+    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.forced")
+    os.kill(int(pid), signal.SIGKILL)
+    await node.ended()
+    assert (await started(3, submission=5))[0] == "resume"
+    node.jobs.stop(JOB, cancels=False)
+    await node.ended()
+    assert (await started(4, submission=6))[0] == "force"
 
 
 async def test_a_job_that_cannot_start_tells_why(node: Node) -> None:

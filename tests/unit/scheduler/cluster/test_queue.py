@@ -217,6 +217,16 @@ def test_no_gpu_has_two_jobs_and_deciding_again_changes_nothing(data: st.DataObj
             records = {**records, name: replace(records[name], is_cancelled=True)}
 
 
+def test_a_submission_with_force_stays_one_where_nobody_knows_whether_it_has_begun() -> None:
+    lost = after([replace(running("a"), treatment=Treatment.FORCE)], cluster(free=0))["a"]
+    assert (lost.state, lost.treatment) == (QUEUED, Treatment.FORCE)
+    begun = after(
+        [replace(running("a"), treatment=Treatment.FORCE)],
+        replace(cluster(free=0), ran={JobId("a"): Ran(1, End.INTERRUPTED)}),
+    )["a"]
+    assert begun.treatment is Treatment.RESUME
+
+
 def test_a_job_waits_for_host_memory_as_for_gpus() -> None:
     """`a` and `b` fit side by side by their GPUs, and not by their memory."""
     jobs = [replace(submitted(name, at_ms=at), node_bytes=6) for at, name in enumerate(("a", "b"))]
