@@ -59,14 +59,14 @@ class Slurm:
     def jobs(self) -> Path:
         return self.storage / "jobs"
 
-    def allocate(self, *names: str, num_machines: int = 2, **changes: Any) -> str:
-        """An allocation with these jobs; its number."""
+    def allocate(self, *names: str, machines: str = "a,b", **changes: Any) -> str:
+        """An allocation with these jobs; its number. The first machine keeps the cluster."""
         for name in names:
             raw = small_job(name, **{"algorithm__iterations": ITERATIONS, **changes})
             (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
         configs = " ".join(f"/srv/tidegate/{name}.yaml" for name in names)
         script = REPOSITORY / "deploy" / "tidegate.sbatch"
-        return self.said(f"sbatch --parsable --nodes={num_machines} {script} {configs}")
+        return self.said(f"sbatch --parsable --nodelist={machines} {script} {configs}")
 
     def state(self, allocation: str) -> str:
         return self.said(f"squeue --noheader --states=all --format=%T --jobs={allocation}")
@@ -128,7 +128,8 @@ def test_an_allocation_is_a_cluster_and_the_next_one_goes_on_with_its_jobs(
     assert "is down; tidegate up goes on with its queue" in slurm.told(first)
     assert_nothing_is_left(slurm)
 
-    second = slurm.allocate()
+    # The folder of jobs has the queue, wherever the next cluster is.
+    second = slurm.allocate(machines="b,c")
     assert slurm.until_ended(second) == "COMPLETED", slurm.told(second)
     for name in names:
         folder = slurm.jobs / name
@@ -141,7 +142,7 @@ def test_an_allocation_ends_with_what_is_wrong(slurm: Slurm) -> None:
     assert slurm.until_ended(wrong) == "FAILED"
     assert "algorithm.group_size" in slurm.told(wrong)
 
-    small = slurm.allocate("small", num_machines=1)
+    small = slurm.allocate("small", machines="c")
     assert slurm.until_ended(small) == "FAILED"
     assert "job small needs 8 GPUs (4 on n0, 4 on n1), those of a node together; n0 has 4" in slurm.told(small)
 
