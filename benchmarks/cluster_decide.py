@@ -76,7 +76,9 @@ async def _rounds(num_queued: int, num_rounds: int) -> list[float]:
     async def submit(number: int, **placed: Any) -> None:
         job = JobId(f"job{number}")
         kept = await store.keep_config(job, config.model_copy(update={"job": job}).to_json())
-        record = Submission(job, kept, Treatment.FRESH, drawn.randrange(3), number, "", (4, 4), node_bytes=JOB_BYTES, **placed)
+        record = Submission(
+            job, kept, Treatment.FRESH, drawn.randrange(3), number, "", (4, 4), node_bytes=JOB_BYTES, **placed
+        )
         await store.write_submissions({job: record.to_json()}, expected={job: None})
 
     every = cluster_gpus(NODES)

@@ -45,9 +45,7 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
         try:
             found = distribution(name)
         except PackageNotFoundError as missing:
-            raise LookupError(
-                f"{name} is not installed: make lock installs what the .in files name"
-            ) from missing
+            raise LookupError(f"{name} is not installed: make lock installs what the .in files name") from missing
         pins[name] = f"{name}=={Version(found.version).public}"
         waiting += [(Requirement(line), set(requirement.extras)) for line in found.requires or ()]
     return pins
