@@ -9,6 +9,7 @@ Invariant: every process of a job makes the same `Job` of the same config. [test
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +198,11 @@ class Job:
     def padded_vocab(self) -> int:
         """The same for the whole job, whatever layouts its actor goes through."""
         return padded_vocab_size(self.model, possible_tp_sizes(self.model, num_ranks=len(self.config.gpus)))
+
+    @property
+    def num_parameters(self) -> int:
+        """The model's, with the padded vocabulary."""
+        return sum(math.prod(each.shape) for each in model_parameters(self.model, padded_vocab=self.padded_vocab))
 
     def layout_fault(self, role: Role, layout: Layout) -> str | None:
         """Why the actor or the inference can never be in this layout; None when it can."""

@@ -51,7 +51,6 @@ from tidegate.elastic.reshard_preparation import PreparedReshard
 from tidegate.elastic.settings import CopyTo
 from tidegate.elastic.state.files import FileCorrupt, StateFiles
 from tidegate.job import Job, load_job, state_folder
-from tidegate.megatron.family import model_parameters
 from tidegate.runtime.pacer import Pacer
 from tidegate.runtime.slot_clock import SlotState
 from tidegate.runtime.slot_place import take_slot
@@ -166,12 +165,10 @@ class TrainerWorker:
         """Make the trainer. Returns the reason for where it keeps its state."""
         config, node = job.config, node_of(self._channel.grant.gpu)
         slots = [gpu for gpu in config.gpus if node_of(gpu) == node]
-        parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
-        num_parameters = sum(math.prod(parameter.shape) for parameter in parameters)
         choice = arena_folder.choose(
             state_folder(config, node),
             needed_bytes=arena_folder.most_bytes(
-                num_parameters,
+                job.num_parameters,
                 num_members=len(slots),
                 copies=CopyTo(config.actor.copies),
                 precision=config.actor.precision,

@@ -11,23 +11,21 @@ elsewhere. SGLang keeps a copy of its own.
 
 from __future__ import annotations
 
-import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, host_memory_folder
-from tidegate.megatron.family import model_parameters
 from tidegate.sizes import size_text
 
 NUM_VERSIONS = 2
 
 
 def node_bytes(job: Job) -> int:
-    """Of one node, whichever GPUs it has: they move."""
+    """What one node needs, whichever GPUs it has: they move."""
     num_versions = NUM_VERSIONS + (job.config.algorithm.kl_coefficient > 0)
-    return num_versions * _num_parameters(job) * job.config.actor.precision.itemsize
+    return num_versions * job.num_parameters * job.config.actor.precision.itemsize
 
 
 def check_host_memory(job: Job) -> None:
@@ -52,14 +50,9 @@ def shortage(job: Job, num_nodes: int, found: str) -> str:
     )
     return (
         f"{found}, and {num_nodes} x {size_text(per_node)} are needed ({versions}, "
-        f"{_num_parameters(job):,} parameters, on each node): make it larger (mount -o remount,size=..., docker run "
+        f"{job.num_parameters:,} parameters, on each node): make it larger (mount -o remount,size=..., docker run "
         "--shm-size), or name another folder"
     )
-
-
-def _num_parameters(job: Job) -> int:
-    parameters = model_parameters(job.model, padded_vocab=job.padded_vocab)
-    return sum(math.prod(parameter.shape) for parameter in parameters)
 
 
 def _taken_bytes(folder: Path) -> int:
