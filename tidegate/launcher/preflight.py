@@ -30,6 +30,7 @@ from tidegate.config.checks.job import devices_fault
 from tidegate.config.engines.kind import Environment
 from tidegate.config.engines.registry import kind_of
 from tidegate.config.job_config import JobConfig
+from tidegate.config.named_paths import named_paths
 from tidegate.config.sections.job import ClusterSection, MachineSection, ServersSection
 from tidegate.huggingface.tied_copy import check_copy
 from tidegate.job import Job
@@ -103,7 +104,9 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
 
 
 async def _asked_fault(stub: Any, machine: MachineSection, cluster: ClusterSection, job: Job | None) -> str:
-    return machine_fault(await stub.GetMachine(machine_pb2.GetMachineRequest()), machine, cluster, job=job)
+    paths = named_paths(job.config) if job is not None else {}
+    request = machine_pb2.GetMachineRequest(paths=[*dict.fromkeys(paths.values())])
+    return machine_fault(await stub.GetMachine(request), machine, cluster, job=job)
 
 
 def machine_fault(
@@ -135,6 +138,9 @@ def machine_fault(
         return f"{key}: its agent lends no CUDA device: start it with tidegate agent --device cuda"
     if fault := devices_fault(cluster, len(there.cuda_devices), machine=machine.name):
         return fault
+    if job is not None and there.missing_paths:
+        missing = [f"{path} ({name})" for name, path in named_paths(job.config).items() if path in there.missing_paths]
+        return f"{key} has no {' and no '.join(missing)}: put it on storage that all machines have, at the same path"
     # What is free there now may be another's, or left by this job.
     room = there.host_memory.total_bytes
     if job is not None and len(machine.nodes) * node_bytes(job) > room:

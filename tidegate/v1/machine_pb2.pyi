@@ -24,16 +24,22 @@ class GetMachineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARED_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     shared: _builtins.str
     """A file on storage that all machines share. Empty: it is not asked for."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Files and folders that a job's config names."""
+
     def __init__(
         self,
         *,
         shared: _builtins.str = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -73,6 +79,7 @@ class GetMachineResponse(_message.Message):
     HOST_MEMORY_FIELD_NUMBER: _builtins.int
     HOST_MEMORY_ROOT_FIELD_NUMBER: _builtins.int
     CUDA_DEVICES_FIELD_NUMBER: _builtins.int
+    MISSING_PATHS_FIELD_NUMBER: _builtins.int
     user: _builtins.int
     has_shared: _builtins.bool
     """Whether the file that was asked for is there."""
@@ -97,6 +104,10 @@ class GetMachineResponse(_message.Message):
     def cuda_devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CudaDevice]:
         """In the order in which CUDA counts them. Empty: the agent lends CPUs alone."""
 
+    @_builtins.property
+    def missing_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the paths that are not there."""
+
     def __init__(
         self,
         *,
@@ -110,10 +121,11 @@ class GetMachineResponse(_message.Message):
         host_memory: Global___Memory | None = ...,
         host_memory_root: _builtins.str = ...,
         cuda_devices: _abc.Iterable[Global___CudaDevice] | None = ...,
+        missing_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_memory", b"host_memory", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "cuda_devices", b"cuda_devices", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "cuda_devices", b"cuda_devices", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "missing_paths", b"missing_paths", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
