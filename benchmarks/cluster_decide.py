@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
 from tidegate.adapters.memory_bus import MemoryBus
 from tidegate.adapters.memory_store import MemoryServer, memory_store
+from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.files import load_sources, sources_of
@@ -55,7 +58,8 @@ class _Agents:
 def decided(*, is_quick: bool = False) -> dict[str, Any]:
     """The milliseconds of the rounds."""
     num_queued, num_rounds = (QUICK_QUEUED, QUICK_ROUNDS) if is_quick else (QUEUED, ROUNDS)
-    took_ms = asyncio.run(_rounds(num_queued, num_rounds))
+    with TemporaryDirectory() as folder:
+        took_ms = asyncio.run(_rounds(num_queued, num_rounds, Path(folder)))
     return {
         "case": f"{num_queued} jobs wait, {RUNNING} run",
         "round_p50_ms": median(took_ms),
@@ -65,10 +69,10 @@ def decided(*, is_quick: bool = False) -> dict[str, Any]:
     }
 
 
-async def _rounds(num_queued: int, num_rounds: int) -> list[float]:
+async def _rounds(num_queued: int, num_rounds: int, folder: Path) -> list[float]:
     agents, bus, store = _Agents(), MemoryBus(), memory_store(MemoryServer())
     stub: Any = agents
-    loop = ClusterLoop(store, bus.term, bus.streams, stub)
+    loop = ClusterLoop(store, bus.term, bus.streams, stub, KeptQueue(folder))
     await loop.open()
     config = load_sources(sources_of([_CONFIG], {})).config
     drawn, took_ms = random.Random(0), list[float]()

@@ -30,6 +30,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.keepers import Keepers, Term
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
@@ -42,7 +43,7 @@ from tidegate.launcher.lock import machine_number, record_of_holder
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
-from tidegate.runtime.interfaces import interface_of
+from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.types import NodeId
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -78,10 +79,16 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine-credentials", type=Path, metavar="FOLDER", help=help_)
     help_ = "the folder of gates, the same path on a local disk of each machine (default: with the jobs)"
     parser.add_argument("--gate-root", type=Path, metavar="FOLDER", help=help_)
+    help_ = "keep the cluster once no other machine does: the same command on each machine, but for its --address"
+    parser.add_argument("--standby", action="store_true", help=help_)
 
 
 class NoCluster(NotRunning):
     """No cluster is up in the folder."""
+
+
+class KeptElsewhere(NoCluster):
+    """Another machine keeps the cluster."""
 
 
 class NotUp(RuntimeError):
@@ -108,8 +115,8 @@ def nodes_of(words: list[str]) -> tuple[dict[NodeId, int], dict[NodeId, str]]:
     return found, machines
 
 
-def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str]) -> Machines:
-    """BadUsage where the options and the nodes do not fit each other."""
+def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str]) -> tuple[Machines, str]:
+    """The other machines, and the name of this one. BadUsage where the options and the nodes do not fit each other."""
     agents: dict[str, str] = {}
     for word in args.machine:
         name, equals, agent = word.partition("=")
@@ -129,10 +136,12 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         "--machine-credentials": args.machine_credentials,
         "--gate-root": args.gate_root,
     }
+    if args.standby and (missing := [option for option, value in needed.items() if not value]):
+        raise BadUsage(f"--standby needs {', '.join(missing)} too, and each machine's agent by --machine")
     if not agents:
         if given := [option for option, value in needed.items() if value and option != "--gate-root"]:
             raise BadUsage(f"{', '.join(given)}: only a cluster with nodes on other machines (--machine) needs it")
-        return Machines(gate_root=str(args.gate_root.resolve()) if args.gate_root else "")
+        return Machines(gate_root=str(args.gate_root.resolve()) if args.gate_root else ""), ""
     if missing := [option for option, value in needed.items() if not value]:
         raise BadUsage(f"--machine needs {', '.join(missing)} too")
     nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
@@ -146,8 +155,14 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         Credentials(args.machine_credentials)
     except (ValueError, CertsError) as error:
         raise BadUsage(str(error)) from error
+    if not args.gate_root.is_dir():
+        raise BadUsage(f"--gate-root {args.gate_root}: there is no such folder; make it, on a local disk")
     credentials, gate_root = (str(path.resolve()) for path in (args.machine_credentials, args.gate_root))
-    return Machines(args.address, credentials, gate_root, far)
+    here = {each.name for each in far if host_of(each.agent) == args.address}
+    if len(here) > 1 or (args.standby and not here):
+        raise BadUsage(f"--address {args.address}: {len(here)} of the machines are there; --machine names each once")
+    others = tuple(each for each in far if each.name not in here)
+    return Machines(args.address, credentials, gate_root, others), next(iter(here), "")
 
 
 def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
@@ -155,7 +170,7 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     agent. NotUp."""
     nodes, machine_by_node = nodes_of(args.node)
     folder, slots = ClusterFolder.of(output_dir), Slots(nodes, args.device, args.slots_per_gpu)
-    machines = machines_of(args, machine_by_node)
+    machines, own_name = machines_of(args, machine_by_node)
     if (pid := agent_pid(folder)) is not None:
         where = f"agent {pid}" if pid else "on another machine"
         raise NotUp(f"a cluster is up in {output_dir} already ({where}): end it there with tidegate down")
@@ -164,37 +179,68 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     )
     if fault := cuda_fault(of_a_job):
         raise NotUp(fault)
+    words = ["--slots", json.dumps(asdict(slots)), "--machines", json.dumps(machines.to_json())]
+    if args.standby:
+        try:
+            folder.share(Path(machines.gate_root))
+        except ValueError as error:
+            raise NotUp(str(error)) from error
+        words += ["--keeper", own_name]
+    elif folder.is_of_several:
+        raise NotUp(
+            f"several machines may keep the cluster of {output_dir}: start it with --standby, or end it on all of them "
+            f"and remove {folder.link}"
+        )
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    words = ("--slots", json.dumps(asdict(slots)), "--machines", json.dumps(machines.to_json()))
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
     if args.foreground:
         os.execve(command[0], command, env)
-    log = folder.logs / "agent.out"
+    log = (folder.state if args.standby else folder.logs) / "agent.out"
     log.unlink(missing_ok=True)
     with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
-    _until_up(folder, agent, log)
+    keeper = _until_up(folder, agent, log)
     text = ", ".join(f"{node} with {count} slots" for node, count in slots.nodes.items())
-    answer = {"folder": str(output_dir), "agent": agent.pid, **asdict(slots)}
-    print(answer_text(answer, f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit", form))
+    answer = {"folder": str(output_dir), "agent": agent.pid, "keeper": own_name or "this machine", **asdict(slots)}
+    told = f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit"
+    if keeper is not None:
+        answer["keeper"] = keeper.name
+        told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
+    print(answer_text(answer, told, form))
     return 0
 
 
-def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) -> None:
+def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) -> Term | None:
+    """The term of another machine that keeps the cluster, while this one stands by; None: this one does. NotUp."""
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     while agent.poll() is None and time.monotonic() < deadline_s:
+        if (keeper := _keeper_elsewhere(folder)) is not None and agent_pid(folder) == agent.pid:
+            return keeper
         with suppress(NoCluster, PeerUnavailable):
             asyncio.run(_answers(folder))
-            return
+            return None
         time.sleep(_LOOK_AGAIN_S)
     said = log.read_text(errors="replace").strip().splitlines()
     how = "gave no answer" if agent.poll() is None else f"ended with status {agent.returncode}"
     if agent.poll() is None:
         agent.terminate()
     raise NotUp(f"the cluster's agent {how}: {said[-1] if said else f'see {folder.logs}'}")
+
+
+def _keeper_elsewhere(folder: ClusterFolder) -> Term | None:
+    """The term of another machine, where several may keep the cluster. Whether that one lives is not known."""
+    if not folder.is_of_several or (record_of_holder(folder.lock) or {}).get("keeps"):
+        return None
+    term = Keepers(folder.keepers).newest()
+    if term is None or term.has_ended:
+        return None
+    with suppress(NotThisMachine, ValueError):  # ValueError: the file is being written
+        interface_of(term.address)
+        return None
+    return term
 
 
 async def _answers(folder: ClusterFolder) -> None:
@@ -219,6 +265,8 @@ def down(output_dir: Path, form: Form) -> int:
         finally:
             os.close(pidfd)
     text = f"the cluster of {output_dir} is down; tidegate up goes on with its queue"
+    if folder.is_of_several:
+        text = f"this machine keeps the cluster of {output_dir} no more; others do that stand by"
     print(answer_text({"folder": str(output_dir), "state": "down"}, text, form))
     return 0
 
@@ -313,9 +361,11 @@ def _told(each: cluster_pb2.Submission) -> str:
 
 
 async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
-    """Those of the cluster of this folder; none where no cluster is up."""
+    """Those of the cluster of this folder; none where no cluster is up. KeptElsewhere."""
     try:
         return await _listed(ClusterFolder.of(output_dir))
+    except KeptElsewhere:
+        raise
     except NoCluster:
         return []
 
@@ -336,11 +386,14 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
 
 
 async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
-    """Those of the cluster of this folder; none where no cluster is up."""
-    with suppress(NoCluster):
+    """Those of the cluster of this folder; none where no cluster is up. KeptElsewhere."""
+    try:
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
             return await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
-    return cluster_pb2.ListClusterGpusResponse()
+    except KeptElsewhere:
+        raise
+    except NoCluster:
+        return cluster_pb2.ListClusterGpusResponse()
 
 
 async def cancelled(output_dir: Path, job: str) -> bool:
@@ -375,8 +428,10 @@ def agent_pid(folder: ClusterFolder) -> int | None:
 
 @asynccontextmanager
 async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
-    """A stub of the Cluster API. NoCluster where none is up."""
+    """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
     output_dir = folder.root.parent
+    if (keeper := _keeper_elsewhere(folder)) is not None:
+        raise KeptElsewhere(f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}: call it there")
     try:
         fields = parse_json(folder.endpoint.read_bytes())
         endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))

@@ -7,8 +7,11 @@ stores, so the next agent in the same folder goes on with it: jobs that ran go o
 Other machines may lend nodes to the cluster: their agents (`services.node.machine`) tell the gates, and run the
 processes of a job there. For these NATS and Redis have a front on this machine's address.
 
-Order of a start: lock, credentials, servers, fronts, gRPC, fork server, description, scheduler.
-Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers.
+Several machines may keep the cluster, one at a time: with `--keeper` the agent first waits for its turn
+(`services.node.keeping`). It begins with new servers, which get the queue from its files.
+
+Order of a start: lock, turn, credentials, servers, fronts, gRPC, fork server, description, scheduler.
+Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers, turn.
 
 A server that dies is started again, on its port and its data.
 
@@ -29,7 +32,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +43,20 @@ import structlog
 
 from services.node.far_machines import FarMachines
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
+from services.node.keeping import Beats, claimed
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.keepers import Keepers, Term
 from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
-from tidegate.launcher.lock import held, machine_number
+from tidegate.launcher.lock import RECORD_BYTES, held, machine_number
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.runtime.cuda import NoCuda, cuda_devices
@@ -64,6 +70,8 @@ from tidegate.types import LOOPBACK, JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
+KEEPS = "keeps"
+"""In the lock's record: 0 for an agent that waits for its turn."""
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
@@ -76,8 +84,10 @@ class AgentRuns(RuntimeError):
 class Agent:
     """The parts of a cluster on one machine, between `run`'s start and its end."""
 
-    def __init__(self, folder: ClusterFolder, slots: Slots, machines: Machines, *, memory: Path) -> None:
+    def __init__(self, folder: ClusterFolder, slots: Slots, machines: Machines, *, memory: Path, shared: Path) -> None:
+        """`shared`: a file that all machines have to see."""
         self._folder = folder
+        self._shared = shared
         self._slots = slots
         self._machines = machines
         self._memory = memory
@@ -101,7 +111,7 @@ class Agent:
         version = Version(time.time_ns())
         far_nodes = {node for each in self._machines.far for node in each.nodes}
         gates = {node: Gate(self._gate_root / node) for node in self._slots.nodes if node not in far_nodes}
-        machines = FarMachines(self._machines, self._slots, shared=folder.lock, changed=version.changed)
+        machines = FarMachines(self._machines, self._slots, shared=self._shared, changed=version.changed)
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(machines.aclose)
             await closing.enter_async_context(self._servers)
@@ -250,13 +260,57 @@ def _raise_limit_of_files() -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: ClusterFolder) -> Iterator[None]:
-    """AgentRuns."""
-    folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+def locked(folder: ClusterFolder) -> Iterator[Callable[[], None]]:
+    """AgentRuns. Call what it gives once this agent keeps the cluster, and not only waits for that."""
+    folder.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_up = AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down")
+
+    def note(*, keeps: bool) -> None:
+        record = {"pid": os.getpid(), "machine": machine_number(), KEEPS: int(keeps)}
+        os.pwrite(fd, json.dumps(record).encode().ljust(RECORD_BYTES), 0)
+
     with held(folder.lock, lambda _: is_up) as fd:
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "machine": machine_number()}).encode().ljust(64), 0)
-        yield
+        note(keeps=False)
+        yield lambda: note(keeps=True)
+
+
+@contextlib.contextmanager
+def in_turn(folder: ClusterFolder, name: str, address: str) -> Iterator[Path | None]:
+    """Once it is this machine's turn to keep the cluster, the file that tells so. None: it was asked to end first."""
+    keepers = Keepers(folder.keepers)
+    term = asyncio.run(_claimed(keepers, name, address))
+    if term is None:
+        yield None
+        return
+    beats = Beats(keepers, term)
+    try:
+        shutil.rmtree(folder.servers, ignore_errors=True)
+        yield keepers.path(term.number)
+    finally:
+        beats.end()
+
+
+async def _claimed(keepers: Keepers, name: str, address: str) -> Term | None:
+    def wait_for(other: Term) -> None:
+        told = f"{other.name} ({other.address}) keeps the cluster, in term {other.number}; {name} stands by"
+        print(told, file=sys.stderr, flush=True)
+
+    stop = asyncio.create_task((await stop_signal()).wait())
+    turn = asyncio.create_task(claimed(keepers, name=name, address=address, waits_for=wait_for))
+    await asyncio.wait({stop, turn}, return_when=asyncio.FIRST_COMPLETED)
+    if not stop.done():
+        stop.cancel()
+        return turn.result()
+    turn.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        keepers.end(await turn)
+    return None
+
+
+def _turn(folder: ClusterFolder, keeper: str | None, machines: Machines) -> AbstractContextManager[Path | None]:
+    if keeper is None:
+        return contextlib.nullcontext(folder.lock)
+    return in_turn(folder, keeper, machines.address)
 
 
 def main() -> int:
@@ -265,18 +319,22 @@ def main() -> int:
     parser.add_argument("--slots", required=True, help="tidegate.cluster.slots as JSON")
     parser.add_argument("--machines", required=True, help="tidegate.cluster.machines as JSON")
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
     slots, machines = Slots.of(json.loads(args.slots)), Machines.of(json.loads(args.machines))
     memory = folder.host_memory(args.host_memory_root)
     _raise_limit_of_files()
     try:
-        with locked(folder):
+        with locked(folder) as keeps, _turn(folder, args.keeper, machines) as shared:
+            if shared is None:
+                return 0
+            keeps()
             configure_logging(SOURCE, path=folder.logs / f"{SOURCE}.jsonl")
             shutil.rmtree(memory, ignore_errors=True)
             memory.mkdir(mode=0o700)
             try:
-                asyncio.run(Agent(folder, slots, machines, memory=memory).run())
+                asyncio.run(Agent(folder, slots, machines, memory=memory, shared=shared).run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
     except (AgentRuns, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:

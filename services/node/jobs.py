@@ -4,7 +4,8 @@ Invariants:
 - A start of a job happens once, however often it is asked for. [test_node_jobs: a_start_happens_once]
 - A job has one launcher at a time. [test_node_jobs: while_an_earlier_one_lives]
 - A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed]
-- A submission with --force removes an earlier run's files once. [test_node_jobs: removes_an_earlier_run_once]
+- A submission takes a job's folder once. Its later starts go on with it, whoever asks for them.
+  [test_node_jobs: removes_an_earlier_run_once] [test_node_jobs: nobody_remembers]
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class NodeJobs:
                 if known.end is None:
                     raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
             prepared = await self._prepare(config)
-            forced, submission = self._folder.job_forced(job), str(submitted_unix_ms)
-            if treatment is Treatment.FORCE and forced.is_file() and forced.read_text() == submission:
-                treatment = Treatment.RESUME  # an earlier start has removed what was there
+            begun, submission = self._folder.job_begun(job), str(submitted_unix_ms)
+            if begun.is_file() and begun.read_text() == submission:
+                treatment = Treatment.RESUME  # what is there is of an earlier start
             if treatment is Treatment.RESUME and number > 1 and not JobFolder.of(config).config.exists():
                 treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
             path = self._folder.job_config(job)
@@ -112,8 +113,7 @@ class NodeJobs:
             write_private(path, prepared.to_json())
             self._folder.job_end(job).unlink(missing_ok=True)
             words = ["--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job))]
-            if treatment is Treatment.FORCE:
-                words += ["--forced", str(forced), "--submission", submission]
+            words += ["--begun", str(begun), "--submission", submission]
             spec = ServiceSpec(
                 name=f"{_JOB}{job}",
                 command=(sys.executable, "-m", LAUNCHER, *words, "--command", command),

@@ -18,7 +18,7 @@ from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.launcher.claim import Start, write_private
 from tidegate.launcher.outcome import End
 from tidegate.launcher.preflight import MachineAway
-from tidegate.launcher.run import NotRecorded, RunRequest, run_job
+from tidegate.launcher.run import EarlierLauncher, NotRecorded, RunRequest, run_job
 from tidegate.launcher.services import FORKED
 from tidegate.logs import configure_logging
 from tidegate.runtime.spawner import Spawner
@@ -49,8 +49,8 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="the job's resolved config")
     parser.add_argument("--treatment", choices=list(Treatment), required=True, help="of a folder that is there already")
     parser.add_argument("--end", type=Path, required=True, help="the file that tells how it ended")
-    parser.add_argument("--forced", type=Path, help="the file that tells which submission removed an earlier run")
-    parser.add_argument("--submission", default="", help="the name of this one, for that file")
+    parser.add_argument("--begun", type=Path, required=True, help="the file that tells whose submission has the folder")
+    parser.add_argument("--submission", required=True, help="the name of this one, for that file")
     parser.add_argument("--command", required=True, help="what a person types to submit the job again")
     args = parser.parse_args()
     spawner = Spawner.forked(FORKED)
@@ -59,8 +59,7 @@ def main() -> int:
         configure_logging("launcher", level="WARNING")
 
         def claimed() -> None:
-            if args.forced is not None:
-                write_private(args.forced, args.submission)
+            write_private(args.begun, args.submission)
 
         end, message, has_begun = _run(config, Start(args.treatment), args.command, spawner, claimed)
     finally:
@@ -77,7 +76,7 @@ def _run(
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_of_cluster=True)
     try:
         outcome = asyncio.run(run_job(request, _Unseen(), spawner, claimed=claimed))
-    except MachineAway as error:
+    except (MachineAway, EarlierLauncher) as error:
         return End.INTERRUPTED, str(error), False
     except (ConfigError, NotRecorded) as error:
         return End.FAILED, str(error), True

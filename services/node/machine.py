@@ -48,6 +48,7 @@ from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.gate import Gate, GateState
 from tidegate.job import JobFolder
+from tidegate.launcher.lock import LOCK, held_by
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import BEAT_S, LOST_S, fork_server_socket
@@ -81,8 +82,10 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         has_shared = bool(request.shared) and await asyncio.to_thread(_is_seen, Path(request.shared))
+        missing = await asyncio.to_thread(lambda: [path for path in request.paths if not os.path.exists(path)])
         found = this_machine(self._memories.root, self._devices)
         found.has_shared = has_shared
+        found.missing_paths.extend(missing)
         return found
 
     async def GetClock(self, request: machine_pb2.GetClockRequest, context: Any) -> machine_pb2.GetClockResponse:
@@ -180,7 +183,8 @@ async def _listen(supervisor: Supervisor, name: str, requests: Requests) -> None
 class _JobMemories:
     """The folders of jobs in host memory, as long as a process of the job runs here.
 
-    A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is the launcher's.
+    A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is a launcher's, and
+    is removed where no launcher has its lock any more.
     """
 
     def __init__(self, root: Path) -> None:
@@ -217,7 +221,8 @@ class _JobMemories:
             self._users[folder] -= 1
             if not self._users[folder]:
                 del self._users[folder], self._files[folder]
-                _remove(folder)
+                if (folder / MARK).is_file():  # else a launcher on this machine has it now
+                    _remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -235,7 +240,7 @@ def _make_anew(folder: Path, files: Mapping[str, bytes]) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ValueError(f"{folder} is another user's: remove it, or take another host memory") from None
-        if not (folder / MARK).is_file():
+        if not (folder / MARK).is_file() and held_by(folder / LOCK) is not None:
             raise ValueError(
                 f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
             ) from None

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import yaml
 from cli.cluster import agent_pid, submissions
 from cli.command import execute
 from tests.e2e.jobs import REPOSITORY, small_job
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.json_text import parse_json
+from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import cluster_pb2
 
 LOOK_AGAIN_S = 0.1
@@ -174,7 +178,8 @@ def wide(num_gpus: int) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster) -> None:
+@pytest.mark.parametrize("loses_data", [False, True], ids=["with its data", "without its data"])
+def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster, *, loses_data: bool) -> None:
     cluster.run("up", "n0=3")
     cluster.submit("one", algorithm__iterations=6)
     cluster.submit("two", actor__lr_schedule={})
@@ -184,6 +189,8 @@ def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster)
     agent.kill()
     psutil.wait_procs(family, timeout=30)
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    if loses_data:
+        shutil.rmtree(cluster.folder.servers)
     cluster.run("up", "n0=3")
     assert (cluster.until("one", state="finished")).num_starts == 2
     cluster.until("two", state="finished")
@@ -197,6 +204,51 @@ def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster)
     cluster.submit("two", "--force")
     cluster.until("two", state="finished")
     assert cluster.summary("two")["iterations"] == 1
+
+
+def own_address() -> str:
+    """An address by which other machines would reach this one."""
+    found = [address for address in addresses_here() if not IPv4Address(address).is_loopback]
+    if not found:
+        pytest.skip("this machine has no address but loopback")
+    return found[0]
+
+
+def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(cluster: Cluster, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca", "lab")
+    authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
+    (gates := tmp_path / "gates").mkdir()
+    address = own_address()
+    credential = ("--machine-credentials", str(tmp_path / "operator"))
+    where = ("--machine", f"me={address}:7400", "--address", address, *credential, "--gate-root", str(gates))
+    up = ("up", "n0=3@me", "--standby")
+    refused = cluster.run(*up, *where[:2], is_refused=True)
+    assert "--standby needs --address, --machine-credentials, --gate-root too" in refused
+    nobody = ("--machine", "other=192.0.2.99:7400", *where[2:])
+    refused = cluster.run("up", "n0=3@other", "--standby", *nobody, is_refused=True)
+    assert f"--address {address}: 0 of the machines are there" in refused
+
+    cluster.run(*up, *where)
+    cluster.submit("one")
+    cluster.run("drain", "n0")
+    cluster.submit("waits", "--priority", "1")
+    agent = cluster.agent()
+    family = agent.children(recursive=True)
+    agent.kill()
+    psutil.wait_procs(family, timeout=30)
+    assert "several machines may keep the cluster of " in cluster.run("up", "n0=3", is_refused=True)
+    cluster.run(*up, *where)
+    assert [path.name for path in gates.glob(".cluster-*/servers")] == ["servers"]
+    states = {each.job: each.state for each in asyncio.run(submissions(cluster.output_dir))}
+    assert states["waits"] == "queued"
+    cluster.run("drain", "n0", "--undo")
+    for job in ("one", "waits"):
+        cluster.until(job, state="finished")
+        summary = cluster.summary(job)
+        assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, 1)
+    assert "keeps the cluster of" in cluster.run("down")
+    names = sorted(path.name for path in cluster.folder.keepers.iterdir())
+    assert names == ["1.json", "2.json"]
 
 
 @pytest.mark.long
@@ -242,7 +294,7 @@ def test_a_job_of_a_drained_node_goes_on_elsewhere_with_the_same_bits(cluster: C
 
 
 @pytest.mark.long
-def test_a_restored_queue_goes_on_after_the_loss_of_both_stores(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_restored_queue_goes_on_after_the_loss_of_all_that_the_cluster_had(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("up", "n0=3", "n1=3")
     cluster.run("drain", "n1")
     cluster.submit("goes-on", algorithm__iterations=20)
@@ -253,7 +305,7 @@ def test_a_restored_queue_goes_on_after_the_loss_of_both_stores(cluster: Cluster
     assert backup.stat().st_mode & 0o777 == 0o600
     assert "is there already" in cluster.run("backup", str(backup), is_refused=True)
     cluster.run("down")
-    shutil.rmtree(cluster.folder.servers)
+    shutil.rmtree(cluster.folder.root)
     cluster.run("up", "n0=3", "n1=3")
     told = cluster.run("restore", str(backup))
     assert "2 jobs of" in told
@@ -267,7 +319,7 @@ def test_a_restored_queue_goes_on_after_the_loss_of_both_stores(cluster: Cluster
         summary = cluster.summary(job)
         assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
     placed = [line["job"] for line in cluster.told() if line["state"] == "placed"]
-    assert placed == ["goes-on", "waits", "goes-on"], "the urgent one first"
+    assert placed == ["waits", "goes-on"], "the urgent one first"
 
 
 def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def networked(storage: Path) -> Iterator[dict[str, Container]]:
         for command in ("add net type bridge", "set net up"):
             sh(f"{inside} {command}")
         sh(f"ip link add {NAMESPACE} type veth peer name here netns {NAMESPACE}")
+        # The end of a namespace takes its links away later.
+        stack.callback(sh, f"ip link delete {NAMESPACE}")
         for command in (f"addr add {HERE}/24 dev {NAMESPACE}", f"link set {NAMESPACE} up"):
             sh(f"ip {command}")
         for command in ("set here master net", "set here up"):

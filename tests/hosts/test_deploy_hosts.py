@@ -19,6 +19,7 @@ import yaml
 from tests.e2e.jobs import REPOSITORY, small_job
 from tests.hosts.containers import ADDRESSES, MARKS, Container, networked
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
+from tidegate.cluster.keepers import Keepers
 
 pytestmark = [
     *MARKS,
@@ -88,15 +89,26 @@ class Site:
         told = re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+)", done.stdout, re.MULTILINE)
         return {name: int(num) for name, num in told if name in self.machines}
 
-    def tidegate(self, *words: str) -> str:
-        """What a command of the cluster's user says on machine a."""
+    def tidegate(self, *words: str, on: str = "a") -> str:
+        """What a command of the cluster's user says on a machine."""
         command = " ".join(("/opt/tidegate/bin/tidegate", *words, "--output-dir", "/srv/tidegate/jobs"))
-        return self.machines["a"].said(f"runuser -u tidegate -- {command}")
+        return self.machines[on].said(f"runuser -u tidegate -- {command}")
 
-    def submit(self, name: str) -> None:
+    @property
+    def keeper(self) -> str:
+        """Of machines that may keep the cluster, the one that does."""
+        term = Keepers(self.storage / "jobs" / ".cluster" / "keepers").newest()
+        assert term is not None
+        return term.name
+
+    def undeploy(self, *words: str, **changes: Any) -> None:
+        done = self.make("undeploy", *words, **changes)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+    def submit(self, name: str, *, on: str = "a") -> None:
         raw = small_job(name, algorithm__iterations=ITERATIONS)
         (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
-        self.tidegate("submit", f"/srv/tidegate/{name}.yaml")
+        self.tidegate("submit", f"/srv/tidegate/{name}.yaml", on=on)
 
     def until_saved(self, name: str) -> None:
         while not list((self.storage / "jobs" / name / "checkpoints").glob("*/manifest.json")):
@@ -133,7 +145,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         pytest.param({"c": {"tidegate_address": "10.78.0.99"}}, "c has no address 10.78.0.99", id="a wrong address"),
         pytest.param({"tidegate_user": "daemon"}, "user daemon is daemon:x:1:", id="a user of another number"),
         pytest.param({"tidegate_cluster": "Lab"}, "a of cluster Lab: both names need", id="no name of a credential"),
-        pytest.param({"b": {"in_group": "tidegate_keeper"}}, "tidegate_keeper has a, b", id="two keepers"),
         pytest.param({"a": {"in_group": "others"}}, "tidegate_keeper has no host", id="no keeper"),
         pytest.param({"tidegate_storage": "/srv/none"}, "has no folder /srv/none", id="no storage"),
         pytest.param({"tidegate_environment": "/opt/none"}, "has no /opt/none/bin/tidegate", id="no environment"),
@@ -177,6 +188,39 @@ def assert_credentials_are_renewed(site: Site) -> None:
     assert {row["state"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))} == {"ready"}
 
 
+def assert_nothing_is_left(site: Site, *names: str) -> None:
+    for name in names:
+        machine = site.machines[name]
+        assert machine.said("pgrep -u tidegate || true") == ""
+        left = "ls -d /etc/tidegate /opt/tidegate /var/lib/tidegate /etc/systemd/system/tidegate* || true"
+        assert machine.said(left) == ""
+
+
+def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_first_is_stopped(
+    site: Site, want_checksum: str
+) -> None:
+    two = {"b": {"in_group": "tidegate_keeper"}}
+    assert min(site.deploy(**two).values()) > 0
+    assert site.deploy(**two) == dict.fromkeys(ADDRESSES, 0), "a second run changes nothing"
+    first = site.keeper
+    site.submit("kept", on=first)
+    site.until_saved("kept")
+    site.machines[first].said("systemctl stop tidegate-cluster@tidegate")
+    while (second := site.keeper) == first:
+        time.sleep(LOOK_AGAIN_S)
+    assert {first, second} == {"a", "b"}
+    # The stop wrote a result, of an interrupted run.
+    wait = "runuser -u tidegate -- /opt/tidegate/bin/tidegate wait kept --output-dir /srv/tidegate/jobs"
+    site.machines[second].until(wait)
+    assert_all_was_trained_once(site.storage / "jobs" / "kept", site.summary_of("kept"), want_checksum)
+    site.deploy(**two)
+    assert "stands by" in site.machines[first].said("journalctl -u tidegate-cluster@tidegate | tail -n 3")
+    site.undeploy(**two)
+    assert_nothing_is_left(site, *ADDRESSES)
+    shutil.rmtree(site.storage / "jobs")
+    shutil.rmtree(site.folder / "tidegate-authority")
+
+
 def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes(
     site: Site, want_checksum: str
 ) -> None:
@@ -215,13 +259,8 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
         assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)
     assert "away" in site.tidegate("get", "nodes")
 
-    done = site.make("undeploy", "--limit", "a,b")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    for name in ("a", "b"):
-        machine = site.machines[name]
-        assert machine.said("pgrep -u tidegate || true") == ""
-        left = "ls -d /etc/tidegate /opt/tidegate /var/lib/tidegate /etc/systemd/system/tidegate* || true"
-        assert machine.said(left) == ""
+    site.undeploy("--limit", "a,b")
+    assert_nothing_is_left(site, "a", "b")
     assert (site.storage / "jobs" / "first" / "result.json").exists()
 
     # A cluster of one machine, by a user who becomes root.

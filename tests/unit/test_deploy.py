@@ -51,7 +51,7 @@ def test_the_unit_starts_an_agent_as_the_command_takes_it() -> None:
 def test_the_unit_starts_a_cluster_as_the_command_takes_it() -> None:
     args = _parse(_parser(), command_of(CLUSTER, **environment(with_machines=False)))
     assert (args.command, args.node, args.foreground) == ("up", ["n0=8"], True)
-    assert machines_of(args, nodes_of(args.node)[1]).far == ()
+    assert machines_of(args, nodes_of(args.node)[1])[0].far == ()
 
 
 def test_the_example_of_other_machines_lacks_only_the_machine() -> None:

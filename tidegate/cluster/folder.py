@@ -2,12 +2,17 @@
 
     cluster.json     what the cluster is; it is there while the cluster is up, once everybody can use it
     endpoint.json    the address of its Cluster API, and the credential for it
-    agent.lock       held by the agent, with its pid
-    servers/         the data of NATS and Redis: the queue outlasts a restart
+    queue/           the jobs, as `tidegate.cluster.kept_queue` has them
     gates/           the gates of the nodes
-    jobs/            of each job: the config of its last start, how that ended, and which submission removed an earlier
-                     run's files
+    agent.lock       held by the agent, with its pid
+    servers/         the data of NATS and Redis
+    jobs/            of each job: the config of its last start, how that ended, and which submission has begun
     logs/            of the agent, the scheduler and the jobs' launchers
+
+Several machines may keep a cluster, one at a time. Then the folder is on storage that they share:
+
+    keepers/         whose turn it is (`tidegate.cluster.keepers`)
+    state            a link to a folder of each machine's own disk, which has the lock and the servers' data
 
 Keys are in host memory alone (`tidegate.cluster.credentials`).
 """
@@ -17,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,12 +51,52 @@ class ClusterFolder:
         return self.root / "endpoint.json"
 
     @property
+    def keepers(self) -> Path:
+        return self.root / "keepers"
+
+    @property
+    def queue(self) -> Path:
+        return self.root / "queue"
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether several machines may keep the cluster."""
+        return self.link.is_symlink()
+
+    @property
+    def state(self) -> Path:
+        """The folder of what is one machine's own."""
+        return Path(os.readlink(self.link)) if self.is_of_several else self.root
+
+    @property
     def lock(self) -> Path:
-        return self.root / "agent.lock"
+        return self.state / "agent.lock"
 
     @property
     def servers(self) -> Path:
-        return self.root / "servers"
+        return self.state / "servers"
+
+    def share(self, local: Path) -> None:
+        """Lets several machines keep the cluster. `local` is on a disk of each machine's own, at the same path.
+        ValueError: it is another folder already. OSError."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = local / f".cluster-{self._digest()}"
+        with suppress(FileExistsError):
+            self.link.symlink_to(own)
+        if self.state != own:
+            raise ValueError(
+                f"{self.link} names {self.state}, and --gate-root would make it {own}: give the same --gate-root on "
+                "all machines, or end them all and remove the link"
+            )
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def link(self) -> Path:
+        """It names `state`, where several machines may keep the cluster."""
+        return self.root / "state"
+
+    def _digest(self) -> str:
+        return hashlib.blake2b(str(self.root).encode(), digest_size=5).hexdigest()
 
     @property
     def gates(self) -> Path:
@@ -66,13 +112,12 @@ class ClusterFolder:
     def job_end(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.end.json"
 
-    def job_forced(self, job: JobId) -> Path:
-        return self.root / "jobs" / f"{job}.forced"
+    def job_begun(self, job: JobId) -> Path:
+        return self.root / "jobs" / f"{job}.begun"
 
     def host_memory(self, root: Path) -> Path:
         """The cluster's own folder in host memory. It is the same at every start."""
-        digest = hashlib.blake2b(str(self.root).encode(), digest_size=5).hexdigest()
-        return root / f"tidegate-cluster-{os.getuid()}-{digest}"
+        return root / f"tidegate-cluster-{os.getuid()}-{self._digest()}"
 
 
 @dataclass(frozen=True, slots=True)

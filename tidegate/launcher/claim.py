@@ -44,7 +44,7 @@ from tidegate.config.sections.job import ServersSection
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
 from tidegate.launcher.lineage import changes_of_samples
-from tidegate.launcher.lock import LOCK, held, launcher_pid, lock_record
+from tidegate.launcher.lock import LOCK, RECORD_BYTES, held, launcher_pid, lock_record, machine_number
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.readme import README
 from tidegate.lr.checkpoint import decoded, resumed
@@ -170,12 +170,15 @@ def refuse_running(folder: JobFolder) -> None:
         raise CannotStart(_running(folder, pid))
 
 
-def write_private(path: Path, text: str) -> None:
-    """Writes the file atomically, for this user only."""
+def write_private(path: Path, text: str, *, is_durable: bool = False) -> None:
+    """Writes the file atomically, for this user only. `is_durable`: it is on the disk when this returns."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(text)
+        if is_durable:
+            stream.flush()
+            os.fsync(stream.fileno())
     os.replace(partial, path)
 
 
@@ -290,8 +293,8 @@ def _unmakeable(root: Path, error: OSError) -> CannotStart:
 def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
     """A boot larger than any before. The clock keeps it larger when the folder was removed but the servers stayed."""
     boot = max(lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
-    record = json.dumps({"boot": boot, "pid": os.getpid()}).encode()
-    os.pwrite(lock_fd, record.ljust(64), 0)
+    record = json.dumps({"boot": boot, "pid": os.getpid(), "machine": machine_number()}).encode()
+    os.pwrite(lock_fd, record.ljust(RECORD_BYTES), 0)
     return boot
 
 
@@ -312,7 +315,9 @@ def _host_memory(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
     try:
-        yield
+        # It tells the machine's agent that this is of a launcher that lives.
+        with held(folder / LOCK, lambda pid: CannotStart(f"{folder} was taken by the process {pid}")):
+            yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

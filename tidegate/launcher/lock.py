@@ -17,6 +17,8 @@ from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed, whole_number
 
 LOCK = "launcher.lock"
+RECORD_BYTES = 128
+"""Room for each record, so that a shorter one leaves nothing of a longer one."""
 
 
 def machine_number() -> int:
@@ -28,6 +30,11 @@ def machine_number() -> int:
 def launcher_pid(folder: JobFolder) -> str | None:
     """The pid of the launcher that runs the job now. None when there is none."""
     return held_by(folder.root / LOCK)
+
+
+def is_elsewhere(record: dict[str, int]) -> bool:
+    """Whether the holder of a lock on shared storage is another machine, or was this one before it started again."""
+    return record.get("machine", machine_number()) != machine_number()
 
 
 def held_by(path: Path) -> str | None:

@@ -11,6 +11,7 @@ Invariants:
 - However a run ends, no process, port, socket or host memory of it remains. [test_stopping: signal_leaves_nothing]
 - A signal at any moment leads to the same orderly end. [test_stopping: signal_leaves_nothing]
 - A run that ends with work left says how to go on. [test_stopping: says_how_to_go_on]
+- A cluster's run waits for the lock of a machine that was lost. [test_node_jobs: a_machine_that_is_lost]
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.host_memory import check_host_memory
+from tidegate.launcher.lock import LOCK, is_elsewhere, record_of_holder
 from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.launcher.preflight import check_addresses, check_engine, check_machines, check_servers, check_weights
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
@@ -75,11 +77,18 @@ SOURCE = "launcher"
 SILENT_S = 60.0
 """So long a NATS that we started may give no answer. It answers within milliseconds, but it has hung for good after a
 write to a full disk. One that is not ours may be away for longer."""
+UNLOCKED_WITHIN_S = 300.0
+"""NFS takes a client for gone after 90 s by default."""
+_LOOK_AGAIN_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunBroken(RuntimeError):
     """The run cannot go on, but not by the scheduler's decision. The job can be resumed."""
+
+
+class EarlierLauncher(RuntimeError):
+    """An earlier launcher of the job, on another machine, has its lock still."""
 
 
 class NotRecorded(RuntimeError):
@@ -120,12 +129,15 @@ async def run_job(
     """The outcome of the run. `spawner`: of the services; None: the run makes one. `claimed` is called once the folder
     is this run's, and files that --force removes are gone.
 
-    Raises ConfigError when the job cannot start as requested, with nothing changed, and NotRecorded.
+    Raises ConfigError when the job cannot start as requested, with nothing changed, EarlierLauncher likewise, and
+    NotRecorded.
     """
     start_ns = time.monotonic_ns()
     with _cancelled_by_signals() as signals:
         run: _Run | None = None
         try:
+            if request.is_of_cluster:
+                await _until_unlocked(JobFolder.of(request.config))
             job = await _checked(request)
             raise_if_cancelled()
             claiming = claim_folder(
@@ -147,6 +159,18 @@ async def run_job(
             # The signal came before there was anything to record.
             stopped = f"stopped by {signals[0].name} before it began; start it again"
             return _nothing_done(request, stopped, start_ns=start_ns, stopped_by=signals[0])
+
+
+async def _until_unlocked(folder: JobFolder) -> None:
+    """A machine that lost its power holds its locks on shared storage until the storage takes it for gone."""
+    deadline_s = time.monotonic() + UNLOCKED_WITHIN_S
+    while (holder := await asyncio.to_thread(record_of_holder, folder.root / LOCK)) and is_elsewhere(holder):
+        if time.monotonic() > deadline_s:
+            raise EarlierLauncher(
+                f"a launcher on another machine has the lock of job {folder.root.name} since {UNLOCKED_WITHIN_S:g} s: "
+                f"end it there, or end its lock on the storage of {folder.root}"
+            )
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def _checked(request: RunRequest) -> Job:

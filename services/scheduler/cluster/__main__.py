@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
-from services.scheduler.cluster.loop import ClusterLoop
+from services.scheduler.cluster.loop import ClusterLoop, KeptQueueAway
 from services.scheduler.shell.control import write_endpoint
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
@@ -22,6 +22,7 @@ from tidegate.adapters.redis_store import redis_store
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import AGENT, ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.logs import configure_logging
 from tidegate.ports.bus import BusLimits
 from tidegate.ports.store import Store
@@ -47,14 +48,18 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
         closing.push_async_callback(channels.close)
         agent = cluster_pb2_grpc.NodeStub(channels.connect(cluster.agent, AGENT))
-        loop = ClusterLoop(store, bus.term, bus.streams, agent)
+        loop = ClusterLoop(store, bus.term, bus.streams, agent, KeptQueue(folder.queue))
         await loop.open()
         servicer = ClusterServicer(loop, store, cluster)
         descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
         served = Service(
             descriptor,
             lambda server: cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server),
-            {UnknownSubmission: grpc.StatusCode.NOT_FOUND, UnknownNode: grpc.StatusCode.NOT_FOUND},
+            {
+                UnknownSubmission: grpc.StatusCode.NOT_FOUND,
+                UnknownNode: grpc.StatusCode.NOT_FOUND,
+                KeptQueueAway: grpc.StatusCode.UNAVAILABLE,
+            },
         )
         server = await serve([served], f"{LOOPBACK}:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))

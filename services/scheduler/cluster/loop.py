@@ -5,23 +5,28 @@
 3. Decide, and write the changed records by compare-and-set, all or none.
 4. Ask the agent to start and stop jobs. It does each once.
 5. Remove what jobs that ended have in NATS and Redis.
-6. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
+6. Bring the kept queue to what the store has.
+7. Wait for a change: of the agent, of this replica's own API, and for `BEAT_S` for changes by others.
 
 Nothing that decides is kept between two rounds, so any number of replicas may run: of two that place jobs after the
-same round, one writes. A store that restarted is adopted first, with the reports of all gates of the cluster.
+same round, one writes. A store that restarted is adopted first, with the reports of all gates of the cluster. What it
+has lost it gets from the kept queue, before anybody else sees it open.
 
 Invariants:
 - Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
 - An agent or a store that does not answer is asked again. [test_cluster_loop: that_does_not_answer]
 - A config that cannot be used ends its job and no other. [test_cluster_loop: that_cannot_be_used]
+- What a person was answered is kept, and a store that has lost it gets it again.
+  [test_cluster_loop: as_it_was_in_a_new]
+- Who asks waits for that. [test_cluster_loop: until_the_store_has_its_jobs]
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -30,6 +35,7 @@ import structlog
 
 from services.scheduler.cluster.ownership import freed
 from services.scheduler.cluster.queue import Cluster, Ran, Step, next_step
+from tidegate.cluster.kept_queue import Kept, KeptQueue
 from tidegate.cluster.placement import HostMemory, cluster_gpus, placed_config
 from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission, SubmissionState
@@ -76,11 +82,31 @@ class NodeView:
     memory: tuple[HostMemory, ...] = ()
 
 
+class KeptQueueAway(RuntimeError):
+    """The storage of the kept queue does not answer, or has no room."""
+
+
+@contextmanager
+def _storage_of(kept: KeptQueue) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise KeptQueueAway(f"the queue cannot be kept in {kept.folder}: {error}") from error
+
+
 class ClusterLoop:
     def __init__(
-        self, store: Store, terms: TermRegister, streams: JobStreams, agent: cluster_pb2_grpc.NodeAsyncStub
+        self,
+        store: Store,
+        terms: TermRegister,
+        streams: JobStreams,
+        agent: cluster_pb2_grpc.NodeAsyncStub,
+        kept: KeptQueue,
     ) -> None:
         self.store = store
+        self._kept = kept
+        self._one_keeps = asyncio.Lock()
+        self._is_open = asyncio.Event()
         self._terms = terms
         self._streams = streams
         self._agent = agent
@@ -103,9 +129,54 @@ class ClusterLoop:
             await rounds
 
     async def open(self) -> None:
-        """Adopts the store where it is not open, and registers the cluster's GPUs."""
-        await adopt(self.store, self._terms, self._gate_reports)
+        """Adopts the store where it is not open, registers the cluster's GPUs, and gives it back what it has lost.
+        KeptQueueAway."""
+        self._is_open.clear()
+        with _storage_of(self._kept):
+            kept = await asyncio.to_thread(self._kept.read)
+        for fault in kept.faults:
+            self._log.error("a kept record is passed over", error=fault)
+        # A new store on a new bus does not know under which term tokens were given.
+        least_term = kept.term if (await self.store.identity()).is_open else kept.term + 1
+        await adopt(self.store, self._terms, self._gate_reports, least_term=least_term)
         await self.store.register(cluster_gpus((await self._seen()).slots.nodes))
+        await self._give_back(kept)
+        self._is_open.set()
+        await self.keep()
+
+    async def _give_back(self, kept: Kept) -> None:
+        stored = await self.store.submissions()
+        lost = {job: each for job, each in kept.jobs.items() if job not in stored.texts}
+        for job, each in lost.items():
+            if each.config:
+                await self.store.keep_config(job, each.config)
+        if not stored.rounds:
+            for node in kept.drained - stored.drained:
+                await self.store.drain_node(node)
+        if lost:
+            texts = {job: each.record for job, each in lost.items()}
+            await self.store.write_submissions(texts, expected=dict.fromkeys(texts))
+            self._log.warning("the store got back jobs that it had lost", jobs=sorted(lost))
+
+    async def keep(self) -> None:
+        """Brings the kept queue to what the store has. KeptQueueAway, and as `submissions`."""
+        async with self._one_keeps:
+            stored, identity = await self.store.submissions(), await self.store.identity()
+            changed = self._kept.changed(stored.texts, _parsed(stored.texts))
+            configs = {}
+            for each in changed:
+                if self._kept.lacks_config(each):
+                    # None: it has ended in between, and the next time tells so.
+                    configs[each.job] = await self.store.config_of(each.job, each.config) or ""
+            with _storage_of(self._kept):
+                await asyncio.to_thread(
+                    self._kept.write,
+                    stored.texts,
+                    changed,
+                    configs,
+                    drained=stored.drained,
+                    term=identity.term,
+                )
 
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
@@ -119,6 +190,7 @@ class ClusterLoop:
         """All drained nodes after that, and wakes the loop. As `change` for a store that does not answer."""
         await self._once_open(lambda: self.store.drain_node(node, undo=undo))
         self._wake.set()
+        await self._once_open(self.keep)
         return await self.drained()
 
     async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse:
@@ -130,9 +202,10 @@ class ClusterLoop:
         return await self._once_open(self.store.gpus)
 
     async def change(self, job: JobId, decide: Callable[[Submission | None], Submission]) -> Submission:
-        """Writes what `decide` makes of a job's record, and wakes the loop.
+        """Writes what `decide` makes of a job's record, and wakes the loop. It is kept when this returns.
 
-        StoreUnavailable, StoreNotAdopted: the store gave no answer for `ANSWER_S`, or was not open again."""
+        StoreUnavailable, StoreNotAdopted: the store gave no answer for `ANSWER_S`, or was not open again.
+        KeptQueueAway."""
 
         async def write() -> Submission:
             while True:
@@ -144,6 +217,7 @@ class ClusterLoop:
 
         found = await self._once_open(write)
         self._wake.set()
+        await self._once_open(self.keep)
         return found
 
     async def _once_open(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -151,6 +225,7 @@ class ClusterLoop:
         deadline_s = time.monotonic() + ANSWER_S
         while True:
             try:
+                await self._until_open(deadline_s)
                 return await call()
             except (StoreNotAdopted, StoreUnavailable):
                 if time.monotonic() > deadline_s:
@@ -158,10 +233,19 @@ class ClusterLoop:
                 self._wake.set()
             await asyncio.sleep(RETRY_S)
 
+    async def _until_open(self, deadline_s: float) -> None:
+        """A store that is open may lack jobs until it has got them back."""
+        try:
+            await asyncio.wait_for(self._is_open.wait(), max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise StoreNotAdopted("the store is being opened") from None
+
     async def _rounds(self) -> None:
         while True:
             try:
-                await self._wait(await self.round())
+                version = await self.round()
+                await self.keep()
+                await self._wait(version)
             except StoreNotAdopted:
                 await self._again(self.open)
             except VersionConflict as error:
@@ -169,6 +253,9 @@ class ClusterLoop:
             except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
                 self._log.warning("no answer", error=str(error))
                 await asyncio.sleep(RETRY_S)
+            except KeptQueueAway as error:
+                self._log.error("the queue is not kept", error=str(error))
+                await asyncio.sleep(BEAT_S)
             except StoreDamaged as error:
                 self._log.error("cannot decide", error=str(error))
                 await asyncio.sleep(BEAT_S)
@@ -176,7 +263,14 @@ class ClusterLoop:
     async def _again(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
             await call()
-        except (StoreUnavailable, StoreNotAdopted, BusUnavailable, PeerUnavailable, VersionConflict) as error:
+        except (
+            StoreUnavailable,
+            StoreNotAdopted,
+            BusUnavailable,
+            PeerUnavailable,
+            VersionConflict,
+            KeptQueueAway,
+        ) as error:
             self._log.warning("the store is not open yet", error=str(error))
             await asyncio.sleep(RETRY_S)
 
@@ -301,6 +395,6 @@ def _parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
         except ValueError as error:
             raise StoreDamaged(
                 f"the record of job {job} in the store is damaged ({error}): end the cluster with tidegate down, and "
-                "remove its servers/ folder; jobs go on from their checkpoints with submit --resume"
+                "remove its servers/ folder: the next tidegate up has the queue from its files"
             ) from error
     return found

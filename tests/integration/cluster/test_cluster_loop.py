@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from services.scheduler.cluster.control import ClusterServicer, UnknownSubmission
-from services.scheduler.cluster.loop import LOST_AFTER_S, ClusterLoop
+from services.scheduler.cluster.loop import LOST_AFTER_S, ClusterLoop, KeptQueueAway
 from tests.contract.store_bench import JOB, acquire, start_of_actor
 from tests.unit.cluster_jobs import NODES, of_size, submitted
 from tidegate.adapters.cell_store import CellStore
@@ -20,14 +22,15 @@ from tidegate.adapters.grpc_server import RpcServer, Service, serve
 from tidegate.adapters.memory_bus import MemoryBus, MemoryJobStreams, MemoryTermRegister
 from tidegate.adapters.memory_store import MemoryServer, memory_store
 from tidegate.cluster.folder import ClusterDescription
+from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.slots import Slots
-from tidegate.cluster.submissions import Submission, SubmissionState
+from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.codec import encode_gate_state
 from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import Submissions
-from tidegate.types import GpuId, JobId, Layout, Role, Token
+from tidegate.types import GpuId, JobId, Layout, NodeId, Role, Token
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 ONE = JobId("one")
@@ -82,25 +85,26 @@ class Lab:
     machine: Machine
     agent: RpcServer
     channels: Channels
+    queue: Path
     terms: MemoryTermRegister = field(default_factory=MemoryTermRegister)
     streams: MemoryJobStreams = field(default_factory=lambda: MemoryBus().streams)
 
     async def replica(self) -> tuple[ClusterLoop, CellStore]:
         store = memory_store(self.server)
         stub = cluster_pb2_grpc.NodeStub(self.channels.connect(self.agent.endpoint))
-        loop = ClusterLoop(store, self.terms, self.streams, stub)
+        loop = ClusterLoop(store, self.terms, self.streams, stub, KeptQueue(self.queue))
         await loop.open()
         return loop, store
 
 
 @pytest.fixture
-async def lab() -> AsyncIterator[Lab]:
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     machine = Machine()
     descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
     served = Service(descriptor, lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(machine, server))
     agent = await serve([served], "127.0.0.1:0")
     channels = Channels(default_timeout_s=5.0)
-    yield Lab(MemoryServer(), machine, agent, channels)
+    yield Lab(MemoryServer(), machine, agent, channels, tmp_path / "queue")
     await channels.close()
     await agent.stop(grace_s=0.0)
 
@@ -352,7 +356,8 @@ async def test_a_backed_up_queue_goes_on_in_its_order_in_a_new_store(lab: Lab) -
     told = [each.job async for each in servicer.BackUpJobs(cluster_pb2.BackUpJobsRequest(), None)]
     assert [Submission.parse(each.record).job for each in told] == ["urgent", ONE, "late"]
     lab.machine.starts.clear()
-    loop, store = await replace(lab, server=MemoryServer(), terms=MemoryTermRegister()).replica()
+    new = replace(lab, server=MemoryServer(), terms=MemoryTermRegister(), queue=lab.queue / "new")
+    loop, store = await new.replica()
     servicer = ClusterServicer(loop, store, CLUSTER)
     for each in told:
         answer = await servicer.RestoreJob(cluster_pb2.RestoreJobRequest(job=each), None)
@@ -360,6 +365,80 @@ async def test_a_backed_up_queue_goes_on_in_its_order_in_a_new_store(lab: Lab) -
         await loop.round()
     assert {job: start.start for job, start in lab.machine.starts.items()} == {"urgent": 2}
     assert all(text for text in [await store.config_of(job, _config_name(each)) for job, each in _named(told)])
+
+
+async def test_the_kept_queue_goes_on_as_it_was_in_a_new_store(lab: Lab) -> None:
+    """Whatever was answered before the store, the bus and the agent were lost."""
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    await servicer.SubmitJob(request("runs", 6), None)
+    await loop.round()
+    await loop.round()
+    for job in ("over", "waits", "cancelled"):
+        await servicer.SubmitJob(request(job), None)
+    await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="over"), None)
+    await loop.round()
+    await loop.keep()
+    assert (await loop.submissions())[JobId("over")].state is SubmissionState.ENDED
+    await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="cancelled"), None)
+    await loop.drain(NodeId("n1"), undo=False)
+    before, term = (await store.submissions()).texts, (await store.identity()).term
+    lab.machine.starts.clear()
+
+    new = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
+    loop, store = await new.replica()
+    after = await store.submissions()
+    assert (after.texts, after.drained) == (before, frozenset({NodeId("n1")}))
+    assert (await store.identity()).term > term
+    await loop.round()
+    found = await loop.submissions()
+    assert {job: each.state for job, each in found.items()} == {
+        "runs": SubmissionState.PLACED,
+        "over": SubmissionState.ENDED,
+        "waits": SubmissionState.QUEUED,
+        "cancelled": SubmissionState.ENDED,
+    }
+    runs = found[JobId("runs")]
+    assert (runs.starts, runs.interruptions, runs.treatment) == (2, 0, Treatment.RESUME)
+    assert await store.config_of(JobId("waits"), found[JobId("waits")].config)
+
+
+async def test_an_answer_waits_until_the_store_has_its_jobs_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = await lab.replica()
+    await ClusterServicer(loop, loop.store, CLUSTER).SubmitJob(request(ONE, 6), None)
+    new = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
+    loop, store = await new.replica()
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    register = store.register
+
+    async def slowly(gpus: Any) -> None:
+        begun.set()
+        await goes_on.wait()
+        await register(gpus)
+
+    new.server.lose_data()
+    monkeypatch.setattr(store, "register", slowly)
+    opening = asyncio.create_task(loop.open())
+    await begun.wait()
+    again = asyncio.create_task(ClusterServicer(loop, store, CLUSTER).SubmitJob(request(ONE, 6), None))
+    done, _ = await asyncio.wait({again}, timeout=0.1)
+    assert not done
+    goes_on.set()
+    await opening
+    with pytest.raises(ValueError, match="job one is queued already"):
+        await again
+
+
+async def test_a_queue_that_cannot_be_kept_is_told(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    await asyncio.to_thread(shutil.rmtree, lab.queue)
+    lab.queue.write_bytes(b"no folder")
+    with pytest.raises(KeptQueueAway, match=r"the queue cannot be kept in .*queue: "):
+        await ClusterServicer(loop, store, CLUSTER).SubmitJob(request(ONE), None)
+    lab.queue.unlink()
+    await loop.round()
+    await loop.keep()
+    assert [path.name for path in lab.queue.glob("*/one.json")] == ["one.json"] * 2
 
 
 def _named(told: list[cluster_pb2.BackedUpJob]) -> list[tuple[JobId, cluster_pb2.BackedUpJob]]:

@@ -27,9 +27,11 @@ from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import credential_folder
 from tidegate.clocks import FILE, Clocks
 from tidegate.config.job_config import JobConfig, parse_config
-from tidegate.job import JobFolder
+from tidegate.config.sections.evaluation import EvaluationSection
+from tidegate.job import JobFolder, load_job
 from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
 from tidegate.launcher.clocks import noted_clocks
+from tidegate.launcher.lock import LOCK, held
 from tidegate.launcher.preflight import check_machines
 from tidegate.ports.rpc import PeerRefused
 from tidegate.runtime.hosted import Hosted
@@ -237,13 +239,27 @@ async def test_a_folder_of_another_user_or_of_the_launcher_is_refused(lab: Lab) 
     memory = Path(config.runtime.host_memory_root)
     start = lab.hosted(config).start(memory)
     (memory / machine.MARK).unlink()
-    with pytest.raises(grpc.aio.AioRpcError, match="is of a job that this machine started"):
+    with held(memory / LOCK, ValueError), pytest.raises(grpc.aio.AioRpcError, match="of a job that this machine start"):
         [_ async for _ in _call(lab, start)]
     elsewhere = lab.folder / "elsewhere"
     _become_link(memory, elsewhere)
     with pytest.raises(grpc.aio.AioRpcError, match="is another user's"):
         [_ async for _ in _call(lab, start)]
-    assert os.listdir(elsewhere) == ["credentials"]
+    assert sorted(os.listdir(elsewhere)) == ["credentials", LOCK]
+
+
+async def test_what_a_killed_launcher_left_on_this_machine_goes(lab: Lab) -> None:
+    """The cluster has another keeper now, and the job is started from there."""
+    config = lab.config()
+    memory = Path(config.runtime.host_memory_root)
+    start = lab.hosted(config).start(memory)
+    (memory / machine.MARK).unlink()
+    with held(memory / LOCK, ValueError):
+        (memory / "left").touch()
+    async with aclosing(_call(lab, start, stays=True)) as call:
+        assert (await anext(call)).WhichOneof("body") == "started"
+        assert not (memory / "left").exists()
+        assert (memory / machine.MARK).is_file()
 
 
 def _become_link(path: Path, to: Path) -> None:
@@ -400,6 +416,27 @@ async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest
     other = lab.config(machines=[{"name": "c", "agent": lab.server.endpoint, "nodes": ["n0"]}])
     with pytest.raises(CannotStart, match=r"cluster\.machines: c"):
         await check_machines(other.cluster)
+
+
+async def test_what_a_config_names_has_to_be_on_every_machine(lab: Lab) -> None:
+    job = load_job(lab.config())
+    (lab.folder / "weights").mkdir()
+    (lab.folder / "data.jsonl").touch()
+    found = job.config.model_copy(
+        update={
+            "model": job.config.model.model_copy(update={"path": str(lab.folder / "weights")}),
+            "evaluation": EvaluationSection(every=1, data=str(lab.folder / "data.jsonl")),
+        }
+    )
+    job = replace(job, config=found)
+    await check_machines(found.cluster, job)
+    (lab.folder / "weights").rmdir()
+    (lab.folder / "data.jsonl").unlink()
+    with pytest.raises(CannotStart) as refused:
+        await check_machines(found.cluster, job)
+    for missing in ("weights (model.path)", "data.jsonl (evaluation.data)"):
+        assert f"no {lab.folder / missing}" in str(refused.value)
+    assert "put it on storage that all machines have, at the same path" in str(refused.value)
 
 
 async def requests(start: machine_pb2.ProcessStart, *, stays: bool) -> AsyncIterator[machine_pb2.RunProcessRequest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from tidegate.cluster.machines import Machines, far_machine
 from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
+from tidegate.launcher.lock import LOCK, held
 from tidegate.launcher.outcome import End
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
@@ -109,13 +111,42 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
     await node.ended()
     again, pid = await started(2, submission=5)
     assert (how, again) == ("force", "force")
-    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.forced")
+    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.begun")
     os.kill(int(pid), signal.SIGKILL)
     await node.ended()
     assert (await started(3, submission=5))[0] == "resume"
     node.jobs.stop(JOB, cancels=False)
     await node.ended()
     assert (await started(4, submission=6))[0] == "force"
+
+
+async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_path: Path) -> None:
+    """The machine that kept the cluster was lost before it had told of the start."""
+    pid = await node.start(1, submission=5)
+    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.begun")
+    os.kill(pid, signal.SIGKILL)
+    await node.ended()
+    await node.supervisor.aclose()
+    other = Node(tmp_path)
+    pid = await other.start(1, submission=5)
+    words = psutil.Process(pid).cmdline()
+    assert words[words.index("--treatment") + 1] == "resume"
+    await other.supervisor.aclose()
+
+
+async def test_a_launcher_waits_for_the_lock_of_a_machine_that_is_lost(node: Node, tmp_path: Path) -> None:
+    (tmp_path / JOB).mkdir()
+    begun = tmp_path / ".cluster" / "jobs" / f"{JOB}.begun"
+    with held(tmp_path / JOB / LOCK, ValueError) as fd:
+        os.pwrite(fd, json.dumps({"pid": 1, "machine": 1}).encode(), 0)
+        await node.start(1)
+        ended = asyncio.create_task(node.ended())
+        done, _ = await asyncio.wait({ended}, timeout=5)
+        assert not done
+        assert not begun.exists()
+    await asyncio.to_thread(until_there, begun)
+    node.jobs.stop(JOB, cancels=False)
+    assert (await ended)[0] is End.INTERRUPTED
 
 
 async def test_a_job_that_cannot_start_tells_why(node: Node) -> None:

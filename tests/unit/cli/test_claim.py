@@ -27,6 +27,7 @@ from tidegate.launcher.claim import (
     refuse_running,
     saved_config,
 )
+from tidegate.launcher.lock import LOCK
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.lr.checkpoint import encoded
 from tidegate.lr.progress import LrLedger
@@ -157,7 +158,7 @@ def test_nothing_is_left_in_host_memory_and_the_rest_of_a_killed_run_goes_at_the
     memory = host_memory_folder(small_config(tmp_path))
     (memory / "snapshots").mkdir(parents=True)
     with claim_folder(load_job(small_config(tmp_path)), Start.FRESH, now_unix_s=0.0):
-        assert [path.name for path in memory.iterdir()] == ["credentials"]
+        assert sorted(path.name for path in memory.iterdir()) == ["credentials", LOCK]
     assert not memory.exists()
 
 

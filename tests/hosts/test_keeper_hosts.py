@@ -1,0 +1,184 @@
+"""Three machines that may all keep a cluster: one does, and whichever of them is lost, the others go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.jobs import REPOSITORY, small_job
+from tests.hosts.containers import ADDRESSES, MARKS, NAMESPACE, Container, networked
+from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
+from tests.two_machines import sh
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
+from tidegate.cluster.keepers import Keepers
+from tidegate.json_text import parse_json
+
+pytestmark = [*MARKS, pytest.mark.timeout(600)]
+
+LOOK_AGAIN_S = 0.5
+SHARED = "/srv/tidegate"
+LISTENERS = {
+    "server": "-server ",
+    "agent": "tidegate agent",
+    "cluster": "services.node ",
+    "of a job": "tidegate",
+}
+"""What a process of each kind has in its command line; the last is of all the others that are ours."""
+NODES = {"a": "n0", "b": "n1", "c": "n2"}
+
+
+@dataclass
+class Lab:
+    """`storage` is what all machines share."""
+
+    storage: Path
+    machines: dict[str, Container]
+
+    def begin(self, name: str) -> None:
+        """A machine's agent, and the cluster that it keeps or stands by for, as units."""
+        own = f"{ADDRESSES[name]}:7400 --credentials {SHARED}/cred-{name}"
+        others = " ".join(f"--machine {each}={address}:7400" for each, address in ADDRESSES.items())
+        nodes = " ".join(f"{node}=4@{each}" for each, node in NODES.items())
+        keeps = f"--address {ADDRESSES[name]} --machine-credentials {SHARED}/operator --gate-root /gates --standby"
+        tidegate = f"{sys.prefix}/bin/tidegate"
+        units = {
+            "agent": f"{tidegate} agent --listen {own}",
+            "cluster": f"{tidegate} up {nodes} {others} {keeps} --output-dir {SHARED}/jobs --foreground",
+        }
+        machine = self.machines[name]
+        machine.said("mkdir -p /gates")
+        for unit, command in units.items():
+            options = f"-p Restart=always -p RestartSec=1 -p WorkingDirectory={REPOSITORY}"
+            machine.said(f"systemd-run --unit={unit} {options} {command}")
+
+    @property
+    def jobs(self) -> Path:
+        return self.storage / "jobs"
+
+    @property
+    def keeper(self) -> str:
+        term = Keepers(self.jobs / ".cluster" / "keepers").newest()
+        assert term is not None
+        return term.name
+
+    def tidegate(self, *words: str) -> Any:
+        """What a command on the keeper says, as JSON."""
+        command = f"{sys.prefix}/bin/tidegate {' '.join(words)} --output-dir {SHARED}/jobs -o json"
+        return parse_json(self.machines[self.keeper].said(f"cd {REPOSITORY}; {command}"))
+
+    def submit(self, name: str) -> None:
+        raw = small_job(name, algorithm__iterations=ITERATIONS)
+        (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
+        self.tidegate("submit", f"{SHARED}/{name}.yaml")
+
+    def row(self, what: str, name: str) -> dict[str, Any]:
+        """Empty where nobody answers, or nobody knows it."""
+        with suppress(AssertionError):
+            return next(
+                (each for each in self.tidegate("get", what) if name in (each.get("job"), each.get("node"))), {}
+            )
+        return {}
+
+    def checkpoints(self) -> set[Path]:
+        """Of all jobs."""
+        return {*self.jobs.glob("*/checkpoints/*/manifest.json")}
+
+
+def assert_listeners_are_known(lab: Lab, name: str) -> None:
+    """Whoever scans a machine finds what docs/security.md lists, on its one address: its agent, the fronts of the
+    keeper's servers, the instances and the ranks of its jobs."""
+    script = "ss -Hltnp | awk '{print $4, $6}' | sed -E 's/users:.*pid=([0-9]+),.*/\\1/'"
+    others = []
+    counts = Counter[str]()
+    for line in lab.machines[name].said(script).splitlines():
+        where, _, pid = line.partition(" ")
+        host, _, port = where.replace("[::ffff:", "").replace("]", "").rpartition(":")
+        command = lab.machines[name].said(f"tr '\\0' ' ' < /proc/{pid}/cmdline || true")
+        kind = next((kind for kind, words in LISTENERS.items() if words in command), None)
+        if kind is None or IPv4Address(host).is_loopback:
+            continue
+        counts[kind] += 1
+        if host != ADDRESSES[name] or (kind == "agent" and port != "7400"):
+            others.append((where, command))
+    assert not others
+    assert (counts["agent"], counts["cluster"]) == (1, 2 if name == lab.keeper else 0)
+    assert not counts["server"]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(LOOK_AGAIN_S)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    authority = Authority.create(tmp_path / "ca", "lab")
+    authority.issue(Identity("lab", Party.OPERATOR, "me"), storage / "operator")
+    for name in ADDRESSES:
+        authority.issue(Identity("lab", Party.NODE, name), storage / f"cred-{name}")
+    with networked(storage) as machines:
+        found = Lab(storage, machines)
+        for name in ADDRESSES:
+            found.begin(name)
+            if name == "a":
+                until(lambda: (storage / "jobs" / ".cluster" / "keepers" / "1.json").exists())
+        yield found
+
+
+def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checksum: str) -> None:
+    until(lambda: all(lab.row("nodes", node).get("state") == "ready" for node in NODES.values()))
+    assert lab.keeper == "a"
+    lab.submit("one")
+    lab.submit("waits")
+    until(lambda: bool(lab.checkpoints()))
+    refused = lab.machines["b"].said(f"! {sys.prefix}/bin/tidegate get jobs --output-dir {SHARED}/jobs 2>&1")
+    assert f"a ({ADDRESSES['a']}) keeps the cluster of {SHARED}/jobs: call it there" in refused
+
+    for name in NODES:
+        assert_listeners_are_known(lab, name)
+
+    before = lab.checkpoints()
+    began_s = time.monotonic()
+    lab.machines["a"].end()
+    until(lambda: lab.keeper != "a")
+    taken_s = time.monotonic() - began_s
+    until(lambda: not lab.checkpoints() <= before)
+    print(f"taken after {taken_s:.1f} s, trained after {time.monotonic() - began_s:.1f} s")
+    assert lab.row("nodes", "n0")["state"] == "away"
+
+    # Its process alone is killed: the machine is there, and takes its next term at once.
+    second = lab.keeper
+    before = lab.checkpoints()
+    lab.machines[second].said("kill -KILL $(systemctl show --value -p MainPID cluster)")
+    until(lambda: not lab.checkpoints() <= before)
+    assert lab.keeper == second
+
+    # In order: the other one begins at once.
+    lab.machines[second].said("systemctl stop cluster")
+    until(lambda: lab.keeper != second)
+    for job in ("one", "waits"):
+        until(lambda job=job: lab.row("jobs", job).get("state") == "finished")  # type: ignore[misc]  # each one's own
+        until(lambda job=job: (lab.jobs / job / "result.json").exists())  # type: ignore[misc]
+        assert_all_was_trained_once(lab.jobs / job, summary_of(lab.jobs / job), want_checksum)
+
+
+def test_a_keeper_that_is_cut_off_from_the_others_keeps_its_storage_and_its_turn(lab: Lab) -> None:
+    until(lambda: lab.row("nodes", "n2").get("state") == "ready")
+    sh(f"ip -n {NAMESPACE} link set to-a down")
+    until(lambda: lab.row("nodes", "n2").get("state") == "away")
+    sh(f"ip -n {NAMESPACE} link set to-a up")
+    until(lambda: lab.row("nodes", "n2").get("state") == "ready")
+    assert lab.keeper == "a"

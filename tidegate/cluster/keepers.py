@@ -1,0 +1,131 @@
+"""Which machine keeps a cluster: a file for each term, on the storage that all machines share.
+
+    keepers/7.json      of term 7: who keeps the cluster, and the last beat
+
+A keeper writes a beat into its own file every `BEAT_S`. A term is over when its keeper has said so, or has been silent
+for `SILENT_S` by the clock of whoever looks. The next term is claimed by a link with its name, which one machine can
+make. A keeper that could not write for `LOST_S` ends itself, so that none is left when another one begins.
+
+Files are opened for each look and written in place: a client of NFS then asks the server, and shows nothing old. A list
+of a folder may be old, and delays a look at most. The second half of a file is for the next keeper: it tells one that
+stood still for long, and cannot tell by its own beats, that its term is over.
+
+Invariants:
+- Of machines that claim a term, one has it. [test_keepers: one_of_many]
+- A keeper whose term was taken is told so at its next beat. [test_keepers: whose_term_was_taken]
+- No term comes back: numbers only grow. [test_keepers: numbers_only_grow]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tidegate.json_text import parse_json, typed, whole_number
+
+BEAT_S = 2.0
+LOST_S = 15.0
+SILENT_S = 30.0
+"""Processes of a job on other machines end `tidegate.machines.LOST_S` after their launcher: 25 s at most."""
+_HALF = 512
+_KEPT = 5
+"""The files of earlier terms that stay, for people."""
+
+
+class TermTaken(RuntimeError):
+    """Another machine keeps the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """`name` and `address`: of the machine. `beat` counts."""
+
+    number: int
+    name: str
+    address: str
+    beat: int = 0
+    has_ended: bool = False
+
+
+class Keepers:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, number: int) -> Path:
+        return self._folder / f"{number}.json"
+
+    def newest(self, *, least: int = 0) -> Term | None:
+        """The newest term, and not one before `least`, which is known to be there. OSError: the storage does not
+        answer. A file that is being written counts as a beat of nobody."""
+        number = max([least, *self._numbers()])
+        return self._read(number) if number else None
+
+    def claim(self, number: int, *, name: str, address: str) -> Term | None:
+        """The term, if nobody else has it. The one before is over. OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = Term(number, name, address)
+        partial = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+                stream.write(_encoded(own) + b" " * _HALF)
+                os.fsync(stream.fileno())
+            os.link(partial, self.path(number))
+        except FileExistsError:
+            return None
+        finally:
+            partial.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            self._write(number - 1, f"{name} has term {number}".encode()[:_HALF], offset=_HALF)
+        for old in self._numbers():
+            if old < number - _KEPT:
+                self.path(old).unlink(missing_ok=True)
+        return own
+
+    def beat(self, term: Term) -> Term:
+        """TermTaken. OSError: whether others see the beat is not known."""
+        if after := self.path(term.number).read_bytes()[_HALF:].strip():
+            raise TermTaken(f"term {term.number} is over: {after.decode(errors='replace')}")
+        now = replace(term, beat=term.beat + 1)
+        self._write(term.number, _encoded(now))
+        return now
+
+    def end(self, term: Term) -> None:
+        """Others need not wait any more. OSError."""
+        self._write(term.number, _encoded(replace(term, has_ended=True)))
+
+    def _numbers(self) -> list[int]:
+        with suppress(FileNotFoundError):
+            return [int(path.stem) for path in self._folder.glob("*.json") if path.stem.isdecimal()]
+        return []
+
+    def _read(self, number: int) -> Term:
+        text = self.path(number).read_bytes()
+        try:
+            fields = typed(dict, parse_json(text[:_HALF]), "a term")
+            return Term(
+                number,
+                typed(str, fields["name"], "name"),
+                typed(str, fields["address"], "address"),
+                beat=whole_number(fields["beat"], "beat"),
+                has_ended=typed(bool, fields["has_ended"], "has_ended"),
+            )
+        except (ValueError, KeyError):
+            return Term(number, "unknown", "unknown")
+
+    def _write(self, number: int, data: bytes, *, offset: int = 0) -> None:
+        fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, data, offset)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _encoded(term: Term) -> bytes:
+    fields = asdict(term)
+    del fields["number"]
+    return json.dumps(fields).encode().ljust(_HALF)
