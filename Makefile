@@ -11,6 +11,7 @@
 # make deploy       a cluster on the machines of an inventory: make deploy INVENTORY=inventory.yml (docs/deploy.md)
 # make undeploy     takes it from them again; its jobs stay
 # make test-hosts   a job over two network namespaces, as root
+# make test-kubernetes  the manifest against the schema of Kubernetes (110 MB, in .venv-kubernetes)
 # make test-sglang  the engine contract and jobs against a real SGLang on the CPU, in .venv-sglang (3 GB, made once)
 # make gpu          what works and how fast on this machine's CUDA device, within ten minutes (docs/gpu.md)
 # make wheels       the packages that a machine with its own torch and no network lacks: make wheels PY=3.12
@@ -55,6 +56,9 @@ SGLANG := $(SGLANG_VENV)/.installed
 DEPLOY_VENV := .venv-deploy
 ANSIBLE := $(DEPLOY_VENV)/.installed
 RELEASE := build/deploy
+# The schemas of Kubernetes are as large as all of them together
+KUBERNETES_VENV := .venv-kubernetes
+KUBERNETES := $(KUBERNETES_VENV)/.installed
 # An environment of the wheels, on top of an interpreter that has torch
 GPU_VENV := .venv-gpu
 # mypy refuses a folder without Python files
@@ -67,7 +71,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo compose-up compose-down deploy undeploy test-compose test-hosts test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
+.PHONY: help demo compose-up compose-down deploy undeploy test-compose test-hosts test-kubernetes test test-long test-chaos mutations test-wandb test-sglang test-all gpu wheels fmt lint proto schema lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -134,7 +138,7 @@ test-wandb: $(DEV)
 	@$(INSTALL) -r requirements/base.txt -r requirements/wandb.in >&2
 	@$(BIN)/python -m pytest tests/unit/tracking $(ARGS)
 
-test-all: test test-long mutations test-wandb test-sglang test-compose test-hosts
+test-all: test test-long mutations test-wandb test-kubernetes test-sglang test-compose test-hosts
 
 # Before an environment is made, for that takes minutes and gigabytes.
 .PHONY: gpu-check
@@ -165,6 +169,14 @@ $(ANSIBLE): requirements/deploy.txt | $(BIN)/python
 	@$(BIN)/python -m venv $(DEPLOY_VENV)
 	@$(DEPLOY_VENV)/bin/python $(PIP_INSTALL) -r requirements/deploy.txt >&2
 	@touch $@
+
+$(KUBERNETES): requirements/kubernetes.txt | $(BIN)/python
+	@$(BIN)/python -m venv $(KUBERNETES_VENV)
+	@$(KUBERNETES_VENV)/bin/python $(PIP_INSTALL) -r requirements/kubernetes.txt >&2
+	@touch $@
+
+test-kubernetes: $(KUBERNETES)
+	@$(KUBERNETES_VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
 
 # Before an environment is made, for that takes minutes and gigabytes.
 .PHONY: inventory-check
@@ -221,11 +233,13 @@ proto: $(DEV)
 schema: $(DEV)
 	@$(BIN)/python -m tools.schema
 
-lock: $(DEV) $(ANSIBLE)
+lock: $(DEV) $(ANSIBLE) $(KUBERNETES)
 	@$(INSTALL) --upgrade -r requirements/base.in -r requirements/data.in -r requirements/dev.in >&2
 	@$(BIN)/python -m tools.lock
 	@$(DEPLOY_VENV)/bin/python $(PIP_INSTALL) --upgrade -r requirements/deploy.in >&2
 	@$(DEPLOY_VENV)/bin/python -m tools.lock deploy
+	@$(KUBERNETES_VENV)/bin/python $(PIP_INSTALL) --upgrade -r requirements/kubernetes.in >&2
+	@$(KUBERNETES_VENV)/bin/python -m tools.lock kubernetes
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,5 +1,5 @@
 """Writes requirements/{base,data,dev}.txt: every package that the .in files need, at its installed version. With names
-it writes those: `deploy`, which has an environment of its own.
+it writes those: `deploy` and `kubernetes`, which have environments of their own.
 
 `make lock` installs the .in files and then runs this in each environment. The closure follows each package's own
 requirements for this Python and platform. Each file has only the packages that the files before it lack. Versions lose
