@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -30,7 +30,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import Keepers, Term
+from tidegate.cluster.keepers import KEEPS, Keepers, Term
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
@@ -39,7 +39,7 @@ from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
-from tidegate.launcher.lock import machine_number, record_of_holder
+from tidegate.launcher.lock import lock_record, machine_number, record_of_holder
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
@@ -155,7 +155,7 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         Credentials(args.machine_credentials)
     except (ValueError, CertsError) as error:
         raise BadUsage(str(error)) from error
-    if not args.gate_root.is_dir():
+    if args.standby and not args.gate_root.is_dir():
         raise BadUsage(f"--gate-root {args.gate_root}: there is no such folder; make it, on a local disk")
     credentials, gate_root = (str(path.resolve()) for path in (args.machine_credentials, args.gate_root))
     here = {each.name for each in far if host_of(each.agent) == args.address}
@@ -183,14 +183,16 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if args.standby:
         try:
             folder.share(Path(machines.gate_root))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise NotUp(str(error)) from error
         words += ["--keeper", own_name]
     elif folder.is_of_several:
-        raise NotUp(
-            f"several machines may keep the cluster of {output_dir}: start it with --standby, or end it on all of them "
-            f"and remove {folder.link}"
-        )
+        if (keeper := _keeper_elsewhere(folder)) is not None:
+            raise NotUp(
+                f"several machines may keep the cluster of {output_dir}, and {_named(keeper, folder)}: give --standby, "
+                f"or end it there; if that machine is lost, remove {folder.link}"
+            )
+        folder.keep_alone()
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
@@ -217,9 +219,9 @@ def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) 
     """The term of another machine that keeps the cluster, while this one stands by; None: this one does. NotUp."""
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     while agent.poll() is None and time.monotonic() < deadline_s:
-        if (keeper := _keeper_elsewhere(folder)) is not None and agent_pid(folder) == agent.pid:
-            return keeper
         with suppress(NoCluster, PeerUnavailable):
+            if _stands_by(folder, agent.pid) and (keeper := _keeper_elsewhere(folder)) is not None:
+                return keeper
             asyncio.run(_answers(folder))
             return None
         time.sleep(_LOOK_AGAIN_S)
@@ -230,17 +232,38 @@ def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) 
     raise NotUp(f"the cluster's agent {how}: {said[-1] if said else f'see {folder.logs}'}")
 
 
+def _stands_by(folder: ClusterFolder, pid: int) -> bool:
+    """Whether this agent has the lock, and waits for its turn. Nobody's lock is tried: the agent may be about to."""
+    try:
+        with folder.lock.open("rb") as lock:
+            record = lock_record(lock.fileno())
+    except FileNotFoundError:
+        return False
+    return (record.get("pid"), record.get(KEEPS)) == (pid, 0)
+
+
 def _keeper_elsewhere(folder: ClusterFolder) -> Term | None:
-    """The term of another machine, where several may keep the cluster. Whether that one lives is not known."""
-    if not folder.is_of_several or (record_of_holder(folder.lock) or {}).get("keeps"):
+    """The term of another machine, where several may keep the cluster. Whether that one lives is not known. NoCluster:
+    the storage does not answer."""
+    if not folder.is_of_several or (record_of_holder(folder.lock) or {}).get(KEEPS):
         return None
-    term = Keepers(folder.keepers).newest()
+    try:
+        term = Keepers(folder.keepers).newest()
+    except OSError as error:
+        raise NoCluster(f"who keeps the cluster of {folder.root.parent} cannot be told: {error}") from error
     if term is None or term.has_ended:
         return None
     with suppress(NotThisMachine, ValueError):  # ValueError: the file is being written
         interface_of(term.address)
         return None
     return term
+
+
+def _named(keeper: Term, folder: ClusterFolder) -> str:
+    with suppress(OSError):
+        silent_s = Keepers(folder.keepers).silent_s(keeper.number)
+        return f"{keeper.name} ({keeper.address}) does, with its last beat {silent_s:.0f} s ago"
+    return f"{keeper.name} ({keeper.address}) does"
 
 
 async def _answers(folder: ClusterFolder) -> None:
@@ -360,14 +383,21 @@ def _told(each: cluster_pb2.Submission) -> str:
     return f"{state}: {each.message}" if each.message or each.end else state
 
 
-async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
-    """Those of the cluster of this folder; none where no cluster is up. KeptElsewhere."""
+@contextmanager
+def _or_none() -> Iterator[None]:
     try:
-        return await _listed(ClusterFolder.of(output_dir))
-    except KeptElsewhere:
-        raise
+        yield
+    except KeptElsewhere as error:
+        print(f"tidegate: {error}", file=sys.stderr)
     except NoCluster:
-        return []
+        pass
+
+
+async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
+    """Those of the cluster of this folder; none where no cluster is up. Another machine that keeps it is told."""
+    with _or_none():
+        return await _listed(ClusterFolder.of(output_dir))
+    return []
 
 
 async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
@@ -386,14 +416,11 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
 
 
 async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
-    """Those of the cluster of this folder; none where no cluster is up. KeptElsewhere."""
-    try:
+    """Those of the cluster of this folder; none where no cluster is up. Another machine that keeps it is told."""
+    with _or_none():
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
             return await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
-    except KeptElsewhere:
-        raise
-    except NoCluster:
-        return cluster_pb2.ListClusterGpusResponse()
+    return cluster_pb2.ListClusterGpusResponse()
 
 
 async def cancelled(output_dir: Path, job: str) -> bool:
@@ -431,7 +458,9 @@ async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.Cl
     """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
     output_dir = folder.root.parent
     if (keeper := _keeper_elsewhere(folder)) is not None:
-        raise KeptElsewhere(f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}: call it there")
+        raise KeptElsewhere(
+            f"another machine keeps the cluster of {output_dir}, {_named(keeper, folder)}: call it there"
+        )
     try:
         fields = parse_json(folder.endpoint.read_bytes())
         endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))

@@ -29,6 +29,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -50,7 +51,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
-from tidegate.cluster.keepers import Keepers, Term
+from tidegate.cluster.keepers import KEEPS, Keepers, Term, TermTaken
 from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
@@ -70,8 +71,6 @@ from tidegate.types import LOOPBACK, JobId, job_id
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
-KEEPS = "keeps"
-"""In the lock's record: 0 for an agent that waits for its turn."""
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
@@ -282,29 +281,30 @@ def in_turn(folder: ClusterFolder, name: str, address: str) -> Iterator[Path | N
     if term is None:
         yield None
         return
+    # Until the agent has a handler of its own: the term ends in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     beats = Beats(keepers, term)
     try:
-        shutil.rmtree(folder.servers, ignore_errors=True)
+        _remove(folder.servers)
         yield keepers.path(term.number)
     finally:
         beats.end()
 
 
 async def _claimed(keepers: Keepers, name: str, address: str) -> Term | None:
-    def wait_for(other: Term) -> None:
-        told = f"{other.name} ({other.address}) keeps the cluster, in term {other.number}; {name} stands by"
-        print(told, file=sys.stderr, flush=True)
+    def says(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
 
-    stop = asyncio.create_task((await stop_signal()).wait())
-    turn = asyncio.create_task(claimed(keepers, name=name, address=address, waits_for=wait_for))
-    await asyncio.wait({stop, turn}, return_when=asyncio.FIRST_COMPLETED)
-    if not stop.done():
-        stop.cancel()
-        return turn.result()
-    turn.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        keepers.end(await turn)
-    return None
+    return await claimed(keepers, await stop_signal(), name=name, address=address, says=says)
+
+
+def _remove(servers: Path) -> None:
+    """OSError where something of an earlier term would be used."""
+    aside = servers.with_name(f"{servers.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        servers.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _turn(folder: ClusterFolder, keeper: str | None, machines: Machines) -> AbstractContextManager[Path | None]:
@@ -337,7 +337,7 @@ def main() -> int:
                 asyncio.run(Agent(folder, slots, machines, memory=memory, shared=shared).run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
-    except (AgentRuns, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
+    except (AgentRuns, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,9 +79,19 @@ class ClusterFolder:
 
     def share(self, local: Path) -> None:
         """Lets several machines keep the cluster. `local` is on a disk of each machine's own, at the same path.
-        ValueError: it is another folder already. OSError."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ValueError: it is another folder already, or the queue is not in files. OSError."""
         own = local / f".cluster-{self._digest()}"
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = self.root / "servers"
+        if before.exists() and not self.queue.exists():
+            raise ValueError(
+                f"the queue of an earlier release is in {before} alone: start the cluster once without --standby, "
+                f"which writes {self.queue}; or remove {before} with the queue"
+            )
+        if before.exists():
+            # What it has is in the queue's files. After the cluster was shared it would be old.
+            before.rename(self.root / f"servers-before-{time.strftime('%Y%m%d-%H%M%S')}")
         with suppress(FileExistsError):
             self.link.symlink_to(own)
         if self.state != own:
@@ -88,7 +99,10 @@ class ClusterFolder:
                 f"{self.link} names {self.state}, and --gate-root would make it {own}: give the same --gate-root on "
                 "all machines, or end them all and remove the link"
             )
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def keep_alone(self) -> None:
+        """One machine keeps the cluster from now on. No other one may."""
+        self.link.unlink(missing_ok=True)
 
     @property
     def link(self) -> Path:
@@ -113,7 +127,8 @@ class ClusterFolder:
         return self.root / "jobs" / f"{job}.end.json"
 
     def job_begun(self, job: JobId) -> Path:
-        return self.root / "jobs" / f"{job}.begun"
+        # Its name in earlier releases, which wrote it for --force alone: a job may go on under another release.
+        return self.root / "jobs" / f"{job}.forced"
 
     def host_memory(self, root: Path) -> Path:
         """The cluster's own folder in host memory. It is the same at every start."""

@@ -7,13 +7,14 @@ for `SILENT_S` by the clock of whoever looks. The next term is claimed by a link
 make. A keeper that could not write for `LOST_S` ends itself, so that none is left when another one begins.
 
 Files are opened for each look and written in place: a client of NFS then asks the server, and shows nothing old. A list
-of a folder may be old, and delays a look at most. The second half of a file is for the next keeper: it tells one that
-stood still for long, and cannot tell by its own beats, that its term is over.
+of a folder may be old. It delays a look, and who claims a term lists once more. The second half of a file is for later
+keepers: it tells one that stood still for long, and cannot tell by its own beats, that its term is over.
 
 Invariants:
 - Of machines that claim a term, one has it. [test_keepers: one_of_many]
-- A keeper whose term was taken is told so at its next beat. [test_keepers: whose_term_was_taken]
-- No term comes back: numbers only grow. [test_keepers: numbers_only_grow]
+- A keeper whose term was taken is told so at its next beat, by each later one. [test_keepers: whose_term_was_taken]
+  [test_keepers: could_not_tell]
+- No term comes back: numbers only grow. [test_keepers: numbers_only_grow] [test_keepers: removed_is_not_claimed]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,11 +31,14 @@ from tidegate.json_text import parse_json, typed, whole_number
 
 BEAT_S = 2.0
 LOST_S = 15.0
-SILENT_S = 30.0
-"""Processes of a job on other machines end `tidegate.machines.LOST_S` after their launcher: 25 s at most."""
+SILENT_S = 40.0
+"""A keeper's processes on other machines hear nothing for `tidegate.machines.LOST_S` after its end, and then have 10 s
+to end: they are gone 35 s after its last beat."""
+KEEPS = "keeps"
+"""In the record of an agent's lock: 0 for one that waits for its turn."""
 _HALF = 512
-_KEPT = 5
-"""The files of earlier terms that stay, for people."""
+_KEPT = 20
+"""The files of earlier terms that stay: for people, and for keepers that stood still."""
 
 
 class TermTaken(RuntimeError):
@@ -64,8 +69,13 @@ class Keepers:
         number = max([least, *self._numbers()])
         return self._read(number) if number else None
 
+    def silent_s(self, number: int) -> float:
+        """The time since the last beat of a term, as far as the clocks of this machine and the storage agree.
+        OSError."""
+        return max(0.0, time.time() - self.path(number).stat().st_mtime)
+
     def claim(self, number: int, *, name: str, address: str) -> Term | None:
-        """The term, if nobody else has it. The one before is over. OSError."""
+        """The term, if nobody else has it or a later one. Those before are over. OSError: it may have been made."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = Term(number, name, address)
         partial = self._folder / f".{secrets.token_hex(8)}"
@@ -74,21 +84,31 @@ class Keepers:
                 stream.write(_encoded(own) + b" " * _HALF)
                 os.fsync(stream.fileno())
             os.link(partial, self.path(number))
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # another one was quicker, and has cleaned up
             return None
         finally:
             partial.unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            self._write(number - 1, f"{name} has term {number}".encode()[:_HALF], offset=_HALF)
-        for old in self._numbers():
-            if old < number - _KEPT:
-                self.path(old).unlink(missing_ok=True)
+        others = [other for other in self._numbers() if other != number]
+        if any(other > number for other in others):
+            # This one was over, and its file removed, while this machine stood still.
+            self.path(number).unlink(missing_ok=True)
+            return None
+        for other in others:
+            with suppress(FileNotFoundError):
+                if other < number - _KEPT:
+                    self.path(other).unlink()
+                else:
+                    self._write(other, f"{name} has term {number}".encode()[:_HALF], offset=_HALF)
+        for left in self._folder.glob(".*"):
+            left.unlink(missing_ok=True)  # of a claimer that was killed, or that is too late
         return own
 
     def beat(self, term: Term) -> Term:
         """TermTaken. OSError: whether others see the beat is not known."""
         if after := self.path(term.number).read_bytes()[_HALF:].strip():
             raise TermTaken(f"term {term.number} is over: {after.decode(errors='replace')}")
+        if (newest := max(self._numbers(), default=0)) > term.number:
+            raise TermTaken(f"term {term.number} is over: term {newest} has begun")
         now = replace(term, beat=term.beat + 1)
         self._write(term.number, _encoded(now))
         return now
@@ -117,10 +137,10 @@ class Keepers:
             return Term(number, "unknown", "unknown")
 
     def _write(self, number: int, data: bytes, *, offset: int = 0) -> None:
-        fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC)
+        # O_DSYNC: else a client of NFS may write all of a page, with what the other half was when it read it.
+        fd = os.open(self.path(number), os.O_WRONLY | os.O_CLOEXEC | os.O_DSYNC)
         try:
             os.pwrite(fd, data, offset)
-            os.fsync(fd)
         finally:
             os.close(fd)
 

@@ -5,7 +5,8 @@
     queue/cluster.json        the drained nodes, and the term of the ownership map
 
 The store decides. These files follow it, each written whole, and only where something has changed. What the store has
-lost is written back to it from them (`services.scheduler.cluster.loop`).
+lost is written back to it from them (`services.scheduler.cluster.loop`). Of several writers one may fail, and is called
+again.
 
 Invariants:
 - What was kept is read again, byte for byte. [test_kept_queue: read_again]
@@ -16,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.json_text import parse_json, typed, whole_number
-from tidegate.launcher.claim import write_private
+from tidegate.launcher.claim import sync_folder, write_private
 from tidegate.types import JobId, NodeId
 
 
@@ -49,9 +51,9 @@ class KeptQueue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records: dict[JobId, bytes] = {}
-        """As the files have them. Empty after a start: all are written once."""
+        """As the files have them."""
         self._config_of: dict[JobId, str] = {}
-        """The name in the store of each config that is kept."""
+        """The name in the store of each config that is kept: its SHA-256."""
         self._cluster = ""
 
     def read(self) -> Kept:
@@ -65,6 +67,8 @@ class KeptQueue:
                 if path.stem != each.job:
                     raise ValueError(f"it is of job {each.job}")
                 jobs[each.job] = KeptJob(text, config.read_text() if config.exists() else "")
+                self._records[each.job] = text
+                self._config_of[each.job] = hashlib.sha256(jobs[each.job].config.encode()).hexdigest()
             except ValueError as error:
                 faults.append(f"{path} cannot be read ({error})")
         drained, term = frozenset[NodeId](), 0
@@ -98,7 +102,9 @@ class KeptQueue:
         """Brings the files to what the store has: all records in `texts`. OSError: nothing is known of what was written
         then, and the next call writes it."""
         for name in ("records", "configs"):
-            self._path(name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (folder := self._path(name)).is_dir():
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                sync_folder(folder.parent)
         cluster = json.dumps({"drained": sorted(drained), "term": term})
         if cluster != self._cluster:
             write_private(self._path("cluster.json"), cluster, is_durable=True)

@@ -180,6 +180,17 @@ def write_private(path: Path, text: str, *, is_durable: bool = False) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     os.replace(partial, path)
+    if is_durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Until the names in the folder are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _running(folder: JobFolder, pid: str) -> str:
@@ -295,6 +306,7 @@ def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
     boot = max(lock_record(lock_fd).get("boot", 0) + 1, int(now_unix_s))
     record = json.dumps({"boot": boot, "pid": os.getpid(), "machine": machine_number()}).encode()
     os.pwrite(lock_fd, record.ljust(RECORD_BYTES), 0)
+    os.fsync(lock_fd)  # other machines may ask whose it is
     return boot
 
 

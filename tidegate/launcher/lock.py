@@ -32,9 +32,10 @@ def launcher_pid(folder: JobFolder) -> str | None:
     return held_by(folder.root / LOCK)
 
 
-def is_elsewhere(record: dict[str, int]) -> bool:
-    """Whether the holder of a lock on shared storage is another machine, or was this one before it started again."""
-    return record.get("machine", machine_number()) != machine_number()
+def lives_here(record: dict[str, int]) -> bool:
+    """Whether the holder of a lock on shared storage is a process of this machine that lives. The record of another
+    machine may be older than its hold."""
+    return record.get("machine") == machine_number() and "pid" in record and Path(f"/proc/{record['pid']}").exists()
 
 
 def held_by(path: Path) -> str | None:

@@ -53,7 +53,7 @@ from tidegate.launcher.event_file import EventFile, is_log_of, room_after
 from tidegate.launcher.follow import JobFollower
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.host_memory import check_host_memory
-from tidegate.launcher.lock import LOCK, is_elsewhere, record_of_holder
+from tidegate.launcher.lock import LOCK, lives_here, record_of_holder
 from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.launcher.preflight import check_addresses, check_engine, check_machines, check_servers, check_weights
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
@@ -164,7 +164,9 @@ async def run_job(
 async def _until_unlocked(folder: JobFolder) -> None:
     """A machine that lost its power holds its locks on shared storage until the storage takes it for gone."""
     deadline_s = time.monotonic() + UNLOCKED_WITHIN_S
-    while (holder := await asyncio.to_thread(record_of_holder, folder.root / LOCK)) and is_elsewhere(holder):
+    while (holder := await asyncio.to_thread(record_of_holder, folder.root / LOCK)) is not None:
+        if lives_here(holder):
+            return  # and is told as a job that runs
         if time.monotonic() > deadline_s:
             raise EarlierLauncher(
                 f"a launcher on another machine has the lock of job {folder.root.name} since {UNLOCKED_WITHIN_S:g} s: "

@@ -37,6 +37,7 @@ from tidegate.runtime.launch import until_readable
 ENDS_AGAIN = os.EX_IOERR
 """The exit status of a service that would end in the same way if it were started again."""
 _BACKOFF_GROWTH = 2.0
+_MOST_BACKOFF_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class _Service:
         if self._stopping.is_set() or stays_away:
             return None
         self._restarts.append(now)
-        return self._spec.first_backoff_s * _BACKOFF_GROWTH**num_restarts
+        return min(self._spec.first_backoff_s * _BACKOFF_GROWTH ** min(num_restarts, 16), _MOST_BACKOFF_S)
 
 
 def session_members(session: int) -> list[int]:

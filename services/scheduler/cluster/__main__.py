@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
-from services.scheduler.cluster.loop import ClusterLoop, KeptQueueAway
+from services.scheduler.cluster.loop import BEAT_S, ClusterLoop, KeptQueueAway
 from services.scheduler.shell.control import write_endpoint
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
@@ -49,7 +49,13 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         closing.push_async_callback(channels.close)
         agent = cluster_pb2_grpc.NodeStub(channels.connect(cluster.agent, AGENT))
         loop = ClusterLoop(store, bus.term, bus.streams, agent, KeptQueue(folder.queue))
-        await loop.open()
+        while not stopping.is_set():
+            try:
+                await loop.open()
+                break
+            except KeptQueueAway as error:
+                structlog.get_logger(SOURCE).error("cannot begin", error=str(error))
+                await asyncio.sleep(BEAT_S)
         servicer = ClusterServicer(loop, store, cluster)
         descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
         served = Service(
@@ -58,7 +64,7 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
             {
                 UnknownSubmission: grpc.StatusCode.NOT_FOUND,
                 UnknownNode: grpc.StatusCode.NOT_FOUND,
-                KeptQueueAway: grpc.StatusCode.UNAVAILABLE,
+                KeptQueueAway: grpc.StatusCode.FAILED_PRECONDITION,
             },
         )
         server = await serve([served], f"{LOOPBACK}:0", tls=tls)

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -86,14 +86,6 @@ class KeptQueueAway(RuntimeError):
     """The storage of the kept queue does not answer, or has no room."""
 
 
-@contextmanager
-def _storage_of(kept: KeptQueue) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise KeptQueueAway(f"the queue cannot be kept in {kept.folder}: {error}") from error
-
-
 class ClusterLoop:
     def __init__(
         self,
@@ -106,6 +98,7 @@ class ClusterLoop:
         self.store = store
         self._kept = kept
         self._one_keeps = asyncio.Lock()
+        self._keeping: set[asyncio.Task[None]] = set()
         self._is_open = asyncio.Event()
         self._terms = terms
         self._streams = streams
@@ -132,8 +125,10 @@ class ClusterLoop:
         """Adopts the store where it is not open, registers the cluster's GPUs, and gives it back what it has lost.
         KeptQueueAway."""
         self._is_open.clear()
-        with _storage_of(self._kept):
+        try:
             kept = await asyncio.to_thread(self._kept.read)
+        except OSError as error:
+            raise KeptQueueAway(f"the queue cannot be read in {self._kept.folder}: {error}") from error
         for fault in kept.faults:
             self._log.error("a kept record is passed over", error=fault)
         # A new store on a new bus does not know under which term tokens were given.
@@ -142,7 +137,10 @@ class ClusterLoop:
         await self.store.register(cluster_gpus((await self._seen()).slots.nodes))
         await self._give_back(kept)
         self._is_open.set()
-        await self.keep()
+        try:
+            await self.keep()
+        except KeptQueueAway as error:  # a full disk: jobs can end
+            self._log.error("the queue is not kept", error=str(error))
 
     async def _give_back(self, kept: Kept) -> None:
         stored = await self.store.submissions()
@@ -150,9 +148,10 @@ class ClusterLoop:
         for job, each in lost.items():
             if each.config:
                 await self.store.keep_config(job, each.config)
-        if not stored.rounds:
+        if lost or not stored.rounds:
             for node in kept.drained - stored.drained:
                 await self.store.drain_node(node)
+        # Last, so that what failed is seen as lost again.
         if lost:
             texts = {job: each.record for job, each in lost.items()}
             await self.store.write_submissions(texts, expected=dict.fromkeys(texts))
@@ -160,15 +159,29 @@ class ClusterLoop:
 
     async def keep(self) -> None:
         """Brings the kept queue to what the store has. KeptQueueAway, and as `submissions`."""
+        # A call that is cut off must let nobody else write before its own write is over.
+        task = asyncio.create_task(self._keep())
+        self._keeping.add(task)
+        task.add_done_callback(self._kept_by)
+        await asyncio.shield(task)
+
+    def _kept_by(self, task: asyncio.Task[None]) -> None:
+        self._keeping.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it
+
+    async def _keep(self) -> None:
         async with self._one_keeps:
             stored, identity = await self.store.submissions(), await self.store.identity()
-            changed = self._kept.changed(stored.texts, _parsed(stored.texts))
-            configs = {}
-            for each in changed:
+            changed, configs = [], {}
+            for each in self._kept.changed(stored.texts, _parsed(stored.texts)):
                 if self._kept.lacks_config(each):
-                    # None: it has ended in between, and the next time tells so.
-                    configs[each.job] = await self.store.config_of(each.job, each.config) or ""
-            with _storage_of(self._kept):
+                    config = await self.store.config_of(each.job, each.config)
+                    if config is None:  # it has ended in between, or cannot run: then its end is kept
+                        continue
+                    configs[each.job] = config
+                changed.append(each)
+            try:
                 await asyncio.to_thread(
                     self._kept.write,
                     stored.texts,
@@ -177,6 +190,11 @@ class ClusterLoop:
                     drained=stored.drained,
                     term=identity.term,
                 )
+            except OSError as error:
+                raise KeptQueueAway(
+                    f"the change was made, and cannot be kept in {self._kept.folder} ({error}): make room there, or "
+                    "bring the storage back; it is tried again each second"
+                ) from error
 
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
@@ -188,10 +206,11 @@ class ClusterLoop:
 
     async def drain(self, node: NodeId, *, undo: bool) -> frozenset[NodeId]:
         """All drained nodes after that, and wakes the loop. As `change` for a store that does not answer."""
-        await self._once_open(lambda: self.store.drain_node(node, undo=undo))
+        deadline_s = time.monotonic() + ANSWER_S
+        await self._once_open(lambda: self.store.drain_node(node, undo=undo), deadline_s)
         self._wake.set()
-        await self._once_open(self.keep)
-        return await self.drained()
+        await self._once_open(self.keep, deadline_s)
+        return (await self._once_open(self.store.submissions, deadline_s)).drained
 
     async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse:
         """What its machine has. PeerUnavailable, PeerRefused: it does not answer."""
@@ -215,14 +234,15 @@ class ClusterLoop:
                     await self.store.write_submissions({job: found.to_json()}, expected={job: texts.get(job)})
                     return found
 
-        found = await self._once_open(write)
+        deadline_s = time.monotonic() + ANSWER_S
+        found = await self._once_open(write, deadline_s)
         self._wake.set()
-        await self._once_open(self.keep)
+        await self._once_open(self.keep, deadline_s)
         return found
 
-    async def _once_open(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer of a store that may have restarted: a round of the loop adopts it."""
-        deadline_s = time.monotonic() + ANSWER_S
+    async def _once_open(self, call: Callable[[], Awaitable[T]], deadline_s: float | None = None) -> T:
+        """The answer of a store that may have restarted: the loop opens it. None: within `ANSWER_S`."""
+        deadline_s = time.monotonic() + ANSWER_S if deadline_s is None else deadline_s
         while True:
             try:
                 await self._until_open(deadline_s)
@@ -243,11 +263,16 @@ class ClusterLoop:
     async def _rounds(self) -> None:
         while True:
             try:
+                if not self._is_open.is_set():
+                    await self.open()
                 version = await self.round()
                 await self.keep()
                 await self._wait(version)
-            except StoreNotAdopted:
-                await self._again(self.open)
+            except StoreNotAdopted as error:
+                self._log.warning("the store is not open", error=str(error))
+                if not self._is_open.is_set():
+                    await asyncio.sleep(RETRY_S)
+                self._is_open.clear()
             except VersionConflict as error:
                 self._log.info("another replica was first", error=str(error))
             except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
@@ -259,20 +284,6 @@ class ClusterLoop:
             except StoreDamaged as error:
                 self._log.error("cannot decide", error=str(error))
                 await asyncio.sleep(BEAT_S)
-
-    async def _again(self, call: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await call()
-        except (
-            StoreUnavailable,
-            StoreNotAdopted,
-            BusUnavailable,
-            PeerUnavailable,
-            VersionConflict,
-            KeptQueueAway,
-        ) as error:
-            self._log.warning("the store is not open yet", error=str(error))
-            await asyncio.sleep(RETRY_S)
 
     async def round(self) -> int:
         """Decides once and carries it out. Returns the version of the agent that it was decided on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.codec import encode_gate_state
-from tidegate.ownership.records import GateState, GpuState, Outcome, VersionConflict
+from tidegate.ownership.records import GateState, GpuState, Outcome, StoreUnavailable, VersionConflict
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import Submissions
 from tidegate.types import GpuId, JobId, Layout, NodeId, Role, Token
@@ -429,11 +430,62 @@ async def test_an_answer_waits_until_the_store_has_its_jobs_again(lab: Lab, monk
         await again
 
 
+async def test_a_store_that_fails_while_it_is_opened_is_opened_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is open then, without its jobs."""
+    loop, store = await lab.replica()
+    await ClusterServicer(loop, store, CLUSTER).SubmitJob(request(ONE), None)
+    await loop.drain(NodeId("n1"), undo=False)
+    register, answers = store.register, [False, False]
+
+    async def fails_twice(gpus: Any) -> None:
+        if answers:
+            answers.pop()
+            raise StoreUnavailable("it is busy")
+        await register(gpus)
+
+    monkeypatch.setattr(store, "register", fails_twice)
+    lab.server.lose_data()
+    stopping = asyncio.Event()
+    running = asyncio.create_task(loop.run(stopping))
+    await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
+    assert {*(await loop.submissions())} == {ONE}
+    assert await loop.drained() == frozenset({NodeId("n1")})
+    assert not answers
+    stopping.set()
+    await asyncio.wait_for(running, 5)
+    assert KeptQueue(lab.queue).read().drained == frozenset({NodeId("n1")})
+
+
+async def test_a_call_that_is_cut_off_lets_nobody_else_write_before_its_own_write_is_over(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = await lab.replica()
+    goes_on, writing = threading.Event(), threading.Semaphore(1)
+    write = loop._kept.write
+    at_once = []
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        at_once.append(writing.acquire(blocking=False))
+        goes_on.wait(10)
+        write(*args, **kwargs)
+        writing.release()
+
+    monkeypatch.setattr(loop._kept, "write", slowly)
+    cut_off = asyncio.create_task(loop.keep())
+    await asyncio.sleep(0.1)
+    cut_off.cancel()
+    second = asyncio.create_task(loop.keep())
+    await asyncio.sleep(0.1)
+    goes_on.set()
+    await second
+    assert at_once == [True, True]
+
+
 async def test_a_queue_that_cannot_be_kept_is_told(lab: Lab) -> None:
     loop, store = await lab.replica()
     await asyncio.to_thread(shutil.rmtree, lab.queue)
     lab.queue.write_bytes(b"no folder")
-    with pytest.raises(KeptQueueAway, match=r"the queue cannot be kept in .*queue: "):
+    with pytest.raises(KeptQueueAway, match=r"the change was made, and cannot be kept in .*queue \("):
         await ClusterServicer(loop, store, CLUSTER).SubmitJob(request(ONE), None)
     lab.queue.unlink()
     await loop.round()

@@ -93,7 +93,9 @@ async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node
 
 
 def until_there(path: Path) -> None:
+    deadline_s = time.monotonic() + 60
     while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} is not there"
         time.sleep(0.05)
 
 
@@ -111,7 +113,7 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
     await node.ended()
     again, pid = await started(2, submission=5)
     assert (how, again) == ("force", "force")
-    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.begun")
+    await asyncio.to_thread(until_there, ClusterFolder.of(tmp_path).job_begun(JOB))
     os.kill(int(pid), signal.SIGKILL)
     await node.ended()
     assert (await started(3, submission=5))[0] == "resume"
@@ -123,7 +125,7 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
 async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_path: Path) -> None:
     """The machine that kept the cluster was lost before it had told of the start."""
     pid = await node.start(1, submission=5)
-    await asyncio.to_thread(until_there, tmp_path / ".cluster" / "jobs" / f"{JOB}.begun")
+    await asyncio.to_thread(until_there, ClusterFolder.of(tmp_path).job_begun(JOB))
     os.kill(pid, signal.SIGKILL)
     await node.ended()
     await node.supervisor.aclose()
@@ -136,7 +138,7 @@ async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_pat
 
 async def test_a_launcher_waits_for_the_lock_of_a_machine_that_is_lost(node: Node, tmp_path: Path) -> None:
     (tmp_path / JOB).mkdir()
-    begun = tmp_path / ".cluster" / "jobs" / f"{JOB}.begun"
+    begun = ClusterFolder.of(tmp_path).job_begun(JOB)
     with held(tmp_path / JOB / LOCK, ValueError) as fd:
         os.pwrite(fd, json.dumps({"pid": 1, "machine": 1}).encode(), 0)
         await node.start(1)

@@ -52,15 +52,38 @@ def test_a_keeper_whose_term_was_taken_is_told_so_at_its_next_beat(tmp_path: Pat
         mine.beat(term)
 
 
+def test_a_keeper_is_told_of_a_later_term_where_the_next_one_could_not_tell(tmp_path: Path) -> None:
+    mine = Keepers(tmp_path)
+    term = claim(mine, 1)
+    claim(mine, 2, "b")
+    mine._write(1, b" " * 512, offset=512)
+    with pytest.raises(TermTaken, match="term 2 has begun"):
+        mine.beat(term)
+    mine.path(2).unlink()
+    claim(mine, 3, "c")
+    with pytest.raises(TermTaken, match="c has term 3"):
+        mine.beat(term)
+
+
 def test_numbers_only_grow_while_old_files_go(tmp_path: Path) -> None:
     keepers = Keepers(tmp_path)
-    for number in range(1, 12):
+    (tmp_path / ".left").touch()
+    for number in range(1, 30):
         claim(keepers, number)
         assert keepers.claim(number, name="b", address="10.0.0.8") is None
-    assert sorted(int(path.stem) for path in tmp_path.iterdir()) == [6, 7, 8, 9, 10, 11]
-    found = keepers.newest(least=11)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{number}.json" for number in range(9, 30))
+    found = keepers.newest(least=29)
     assert found is not None
-    assert found.number == 11
+    assert found.number == 29
+
+
+def test_a_term_whose_file_was_removed_is_not_claimed_again(tmp_path: Path) -> None:
+    keepers = Keepers(tmp_path)
+    for number in range(1, 30):
+        claim(keepers, number)
+    assert keepers.claim(2, name="b", address="10.0.0.8") is None
+    assert not keepers.path(2).exists()
+    assert keepers.newest() == Term(29, "a", "10.0.0.7")
 
 
 def test_a_file_that_is_being_written_is_a_beat(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -24,63 +25,80 @@ class Clock:
         return self.now_s
 
 
-async def waiting(keepers: Keepers, clock: Clock, name: str = "b") -> tuple[asyncio.Task[Term], list[Term]]:
-    """A machine that waits, once it has seen who keeps the cluster."""
-    seen: list[Term] = []
-    has_seen = asyncio.Event()
+@dataclass
+class Machine:
+    """One that waits, and what it says."""
 
-    def waits_for(other: Term) -> None:
-        seen.append(other)
-        has_seen.set()
+    keepers: Keepers
+    clock: Clock = field(default_factory=Clock)
+    name: str = "b"
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    said: list[str] = field(default_factory=list)
+    has_said: asyncio.Event = field(default_factory=asyncio.Event)
 
-    claiming = claimed(keepers, name=name, address="10.0.0.8", waits_for=waits_for, now_s=clock, look_s=LOOK_S)
-    task = asyncio.create_task(claiming)
-    looking = asyncio.create_task(has_seen.wait())
-    await asyncio.wait({task, looking}, return_when=asyncio.FIRST_COMPLETED)
-    looking.cancel()
-    return task, seen
+    async def turn(self) -> Term | None:
+        where = {"name": self.name, "address": "10.0.0.8"}
+        return await claimed(self.keepers, self.stopping, **where, says=self._says, now_s=self.clock, look_s=LOOK_S)
+
+    async def waiting(self) -> asyncio.Task[Term | None]:
+        """Once it has said what it waits for, or has its turn."""
+        task = asyncio.create_task(self.turn())
+        said = asyncio.create_task(self.has_said.wait())
+        await asyncio.wait({task, said}, return_when=asyncio.FIRST_COMPLETED)
+        said.cancel()
+        return task
+
+    def _says(self, what: str) -> None:
+        self.said.append(what)
+        self.has_said.set()
 
 
-async def is_still_waiting(task: asyncio.Task[Term]) -> bool:
+async def number_of(task: asyncio.Task[Term | None]) -> int:
+    term = await asyncio.wait_for(task, 5)
+    assert term is not None
+    return term.number
+
+
+async def is_still_waiting(task: asyncio.Task[Term | None]) -> bool:
     done, _ = await asyncio.wait({task}, timeout=20 * LOOK_S)
     return not done
 
 
 async def test_a_machine_waits_until_the_keeper_is_silent(tmp_path: Path) -> None:
-    keepers, clock = Keepers(tmp_path), Clock()
+    keepers, machine = Keepers(tmp_path), Machine(Keepers(tmp_path))
     term = keepers.claim(1, name="a", address="10.0.0.7")
     assert term is not None
-    task, seen = await waiting(Keepers(tmp_path), clock)
+    task = await machine.waiting()
     for _ in range(3):
-        clock.now_s += 0.9 * SILENT_S
+        machine.clock.now_s += 0.9 * SILENT_S
         assert await is_still_waiting(task)
         term = keepers.beat(term)
         assert await is_still_waiting(task)
-    assert [each.name for each in seen] == ["a"]
-    clock.now_s += SILENT_S
-    assert (await asyncio.wait_for(task, 5)).number == 2
+    assert machine.said == ["a (10.0.0.7) keeps the cluster, in term 1; b stands by"]
+    machine.clock.now_s += SILENT_S
+    assert await number_of(task) == 2
 
 
 async def test_a_machine_waits_until_the_keeper_has_ended(tmp_path: Path) -> None:
-    keepers, clock = Keepers(tmp_path), Clock()
+    keepers, machine = Keepers(tmp_path), Machine(Keepers(tmp_path))
     term = keepers.claim(4, name="a", address="10.0.0.7")
     assert term is not None
-    task, _ = await waiting(Keepers(tmp_path), clock)
+    task = await machine.waiting()
     keepers.end(term)
-    assert (await asyncio.wait_for(task, 5)).number == 5
+    assert await number_of(task) == 5
 
 
 async def test_a_machine_does_not_wait_for_itself_nor_for_nobody(tmp_path: Path) -> None:
     for want in (1, 2):
-        task, seen = await waiting(Keepers(tmp_path), Clock(), "a")
-        assert (await asyncio.wait_for(task, 5)).number == want
-        assert [each.name for each in seen] == ["a"] * (want - 1)
+        machine = Machine(Keepers(tmp_path), name="a")
+        assert await number_of(await machine.waiting()) == want
+        assert not machine.said
 
 
 async def test_of_two_that_wait_one_begins_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    keepers, clock = Keepers(tmp_path), Clock()
-    assert keepers.claim(1, name="a", address="10.0.0.7")
-    tasks = [(await waiting(Keepers(tmp_path), clock, name))[0] for name in ("b", "c")]
+    clock = Clock()
+    assert Keepers(tmp_path).claim(1, name="a", address="10.0.0.7")
+    tasks = [await Machine(Keepers(tmp_path), clock, name).waiting() for name in ("b", "c")]
     clock.now_s += SILENT_S
     done, waits = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == 1
@@ -89,13 +107,50 @@ async def test_of_two_that_wait_one_begins_and_the_other_waits_for_it(tmp_path: 
     other.cancel()
 
 
+async def test_a_machine_that_is_asked_to_end_leaves_no_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = Keepers(tmp_path)
+    assert keepers.claim(1, name="a", address="10.0.0.7")
+    machine = Machine(Keepers(tmp_path))
+    task = await machine.waiting()
+    machine.stopping.set()
+    assert await asyncio.wait_for(task, 5) is None
+
+    # Also while it claims one.
+    late = Machine(keepers, name="a")
+    claim = keepers.claim
+
+    def slowly(number: int, **who: str) -> Term | None:
+        late.stopping.set()
+        return claim(number, **who)
+
+    monkeypatch.setattr(keepers, "claim", slowly)
+    assert await asyncio.wait_for(late.turn(), 5) is None
+    found = keepers.newest()
+    assert found is not None
+    assert (found.number, found.has_ended) == (2, True)
+
+
+async def test_a_storage_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "keepers").write_bytes(b"no folder")
+    machine = Machine(Keepers(tmp_path / "keepers"))
+    task = await machine.waiting()
+    assert await is_still_waiting(task)
+    (said,) = machine.said
+    assert "whose turn it is cannot be told: " in said
+    (tmp_path / "keepers").unlink()
+    assert await number_of(task) == 1
+
+
 KEEPER = """
 import os, sys, time
 from pathlib import Path
 from services.node.keeping import Beats
 from tidegate.cluster.keepers import Keepers
 keepers = Keepers(Path(sys.argv[1]))
-beats = Beats(keepers, keepers.claim(1, name="a", address="10.0.0.7"), beat_s=0.05, lost_s=0.5)
+term = keepers.claim(1, name="a", address="10.0.0.7")
+if sys.argv[2] == "late":
+    keepers.claim(2, name="b", address="10.0.0.8")
+beats = Beats(keepers, term, beat_s=0.05, lost_s=4)
 print("keeps", flush=True)
 if sys.argv[2] == "ends":
     time.sleep(1)
@@ -141,3 +196,11 @@ def test_a_keeper_that_ends_in_order_says_so(tmp_path: Path) -> None:
     found = Keepers(tmp_path).newest()
     assert found is not None
     assert found.has_ended
+
+
+@pytest.mark.timeout(60)
+def test_a_keeper_whose_claim_took_too_long_does_not_begin(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KEEPER, str(tmp_path), "late"]
+    late = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (late.returncode, late.stdout) == (1, "")
+    assert "TermTaken: term 1 is over: b has term 2" in late.stderr
