@@ -28,6 +28,7 @@ from cli.usage import BadUsage
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
+from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import KEEPS, Keepers, Term
@@ -81,6 +82,10 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gate-root", type=Path, metavar="FOLDER", help=help_)
     help_ = "keep the cluster once no other machine does: the same command on each machine, but for its --address"
     parser.add_argument("--standby", action="store_true", help=help_)
+    help_ = (
+        "with --standby: this machine's own credential, as its agent has it; commands work on the other machines then"
+    )
+    parser.add_argument("--node-credentials", type=Path, metavar="FOLDER", help=help_)
 
 
 class NoCluster(NotRunning):
@@ -161,8 +166,21 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
     here = {each.name for each in far if host_of(each.agent) == args.address}
     if len(here) > 1 or (args.standby and not here):
         raise BadUsage(f"--address {args.address}: {len(here)} of the machines are there; --machine names each once")
+    if args.node_credentials:
+        _check_own(args.node_credentials, args.machine_credentials, here)
     others = tuple(each for each in far if each.name not in here)
     return Machines(args.address, credentials, gate_root, others), next(iter(here), "")
+
+
+def _check_own(folder: Path, operator: Path, names: Collection[str]) -> None:
+    """BadUsage where it is not this machine's credential."""
+    try:
+        own, cluster = Credentials(folder).identity, Credentials(operator).identity.cluster
+    except CertsError as error:
+        raise BadUsage(str(error)) from error
+    wanted = [Identity(cluster, Party.NODE, name) for name in names]
+    if own not in wanted:
+        raise BadUsage(f"--node-credentials {folder} is the credential of {own}, not of {', '.join(map(str, wanted))}")
 
 
 def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
@@ -185,7 +203,12 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             folder.share(Path(machines.gate_root))
         except (ValueError, OSError) as error:
             raise NotUp(str(error)) from error
+        from tidegate.launcher.claim import write_private
+
+        write_private(folder.operator, machines.credentials)
         words += ["--keeper", own_name]
+        if args.node_credentials:
+            words += ["--node-credentials", str(args.node_credentials.resolve())]
     elif folder.is_of_several:
         if (keeper := _keeper_elsewhere(folder)) is not None:
             raise NotUp(
@@ -220,10 +243,12 @@ def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) 
     deadline_s = time.monotonic() + UP_TIMEOUT_S
     while agent.poll() is None and time.monotonic() < deadline_s:
         with suppress(NoCluster, PeerUnavailable):
-            if _stands_by(folder, agent.pid) and (keeper := _keeper_elsewhere(folder)) is not None:
+            keeps = _keeps(folder, agent.pid)
+            if keeps == 0 and (keeper := _keeper_elsewhere(folder)) is not None:
                 return keeper
-            asyncio.run(_answers(folder))
-            return None
+            if keeps == 1:
+                asyncio.run(_answers(folder))
+                return None
         time.sleep(_LOOK_AGAIN_S)
     said = log.read_text(errors="replace").strip().splitlines()
     how = "gave no answer" if agent.poll() is None else f"ended with status {agent.returncode}"
@@ -232,14 +257,14 @@ def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) 
     raise NotUp(f"the cluster's agent {how}: {said[-1] if said else f'see {folder.logs}'}")
 
 
-def _stands_by(folder: ClusterFolder, pid: int) -> bool:
-    """Whether this agent has the lock, and waits for its turn. Nobody's lock is tried: the agent may be about to."""
-    try:
-        with folder.lock.open("rb") as lock:
-            record = lock_record(lock.fileno())
-    except FileNotFoundError:
-        return False
-    return (record.get("pid"), record.get(KEEPS)) == (pid, 0)
+def _keeps(folder: ClusterFolder, pid: int) -> int | None:
+    """1: this agent keeps the cluster. 0: it waits for its turn. None: it has not begun. Nobody's lock is tried: the
+    agent may be about to."""
+    with suppress(FileNotFoundError), folder.lock.open("rb") as lock:
+        record = lock_record(lock.fileno())
+        if record.get("pid") == pid:
+            return record.get(KEEPS)
+    return None
 
 
 def _keeper_elsewhere(folder: ClusterFolder) -> Term | None:
@@ -453,24 +478,36 @@ def agent_pid(folder: ClusterFolder) -> int | None:
     return found["pid"] if found.get("machine", machine_number()) == machine_number() else 0
 
 
+def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]:
+    """Where a keeper elsewhere answers, and the folder of the credential for it. KeptElsewhere: not to this machine."""
+    with suppress(FileNotFoundError):
+        # One that was written by the keeper before is of another address.
+        if host_of(far) == keeper.address:
+            return far, folder.operator.read_text()
+    who = _named(keeper, folder)
+    raise KeptElsewhere(f"another machine keeps the cluster of {folder.root.parent}, {who}: call it there")
+
+
 @asynccontextmanager
 async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
     """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
     output_dir = folder.root.parent
-    if (keeper := _keeper_elsewhere(folder)) is not None:
-        raise KeptElsewhere(
-            f"another machine keeps the cluster of {output_dir}, {_named(keeper, folder)}: call it there"
-        )
+    keeper, peer = _keeper_elsewhere(folder), SCHEDULER
     try:
         fields = parse_json(folder.endpoint.read_bytes())
-        endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
+        if keeper is None:
+            endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
+        else:
+            endpoint, credential = _of_keeper(keeper, typed(str, fields.get("far", ""), "far"), folder)
         tls = Credentials(Path(credential))
+        if keeper is not None:
+            peer = Identity(tls.identity.cluster, Party.NODE, keeper.name)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoCluster(f"no cluster is up in {output_dir}: start one with tidegate up n0=8") from error
     except (ValueError, KeyError, TypeError, CertsError) as error:
         raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
-        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, SCHEDULER))
+        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, peer))
     finally:
         await channels.close()

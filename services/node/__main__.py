@@ -83,8 +83,18 @@ class AgentRuns(RuntimeError):
 class Agent:
     """The parts of a cluster on one machine, between `run`'s start and its end."""
 
-    def __init__(self, folder: ClusterFolder, slots: Slots, machines: Machines, *, memory: Path, shared: Path) -> None:
-        """`shared`: a file that all machines have to see."""
+    def __init__(
+        self,
+        folder: ClusterFolder,
+        slots: Slots,
+        machines: Machines,
+        *,
+        memory: Path,
+        shared: Path,
+        node_credentials: str = "",
+    ) -> None:
+        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines."""
+        self._node_credentials = node_credentials
         self._folder = folder
         self._shared = shared
         self._slots = slots
@@ -185,6 +195,8 @@ class Agent:
             redis_url=self._servers.store.url,
             agent=endpoint,
             credentials=str(self._credentials.root),
+            address=self._machines.address,
+            node_credentials=self._node_credentials,
         )
         write_private(self._folder.description, description.to_json())
 
@@ -319,6 +331,7 @@ def main() -> int:
     parser.add_argument("--slots", required=True, help="tidegate.cluster.slots as JSON")
     parser.add_argument("--machines", required=True, help="tidegate.cluster.machines as JSON")
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--node-credentials", default="", help="of this machine, for commands of other machines")
     parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
@@ -334,7 +347,10 @@ def main() -> int:
             shutil.rmtree(memory, ignore_errors=True)
             memory.mkdir(mode=0o700)
             try:
-                asyncio.run(Agent(folder, slots, machines, memory=memory, shared=shared).run())
+                agent = Agent(
+                    folder, slots, machines, memory=memory, shared=shared, node_credentials=args.node_credentials
+                )
+                asyncio.run(agent.run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
     except (AgentRuns, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:

@@ -218,18 +218,25 @@ def own_address() -> str:
 def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(cluster: Cluster, tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "lab")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
+    for name in ("me", "other"):
+        authority.issue(Identity("lab", Party.NODE, name), tmp_path / name)
     (gates := tmp_path / "gates").mkdir()
     address = own_address()
     credential = ("--machine-credentials", str(tmp_path / "operator"))
     where = ("--machine", f"me={address}:7400", "--address", address, *credential, "--gate-root", str(gates))
-    up = ("up", "n0=3@me", "--standby")
+    up: tuple[str, ...] = ("up", "n0=3@me", "--standby")
     refused = cluster.run(*up, *where[:2], is_refused=True)
     assert "--standby needs --address, --machine-credentials, --gate-root too" in refused
     nobody = ("--machine", "other=192.0.2.99:7400", *where[2:])
     refused = cluster.run("up", "n0=3@other", "--standby", *nobody, is_refused=True)
     assert f"--address {address}: 0 of the machines are there" in refused
 
+    refused = cluster.run(*up, *where, "--node-credentials", str(tmp_path / "other"), is_refused=True)
+    assert "other is the credential of node/other of cluster lab, not of node/me of cluster lab" in refused
+
+    up = (*up, "--node-credentials", str(tmp_path / "me"))
     cluster.run(*up, *where)
+    assert parse_json(cluster.folder.endpoint.read_bytes())["far"].startswith(f"{address}:")
     cluster.submit("one")
     cluster.run("drain", "n0")
     cluster.submit("waits", "--priority", "1")
@@ -255,6 +262,7 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     term = keepers.claim(3, name="other", address="192.0.2.99")
     assert term is not None
     assert "other (192.0.2.99) does, with its last beat " in cluster.run("up", "n0=3", is_refused=True)
+    assert cluster.run("wait", is_refused=True).endswith("s ago: call it there\n")
     keepers.end(term)
     cluster.run("up", "n0=3")
     assert {each.job: each.end for each in asyncio.run(submissions(cluster.output_dir))} == dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
@@ -29,12 +30,12 @@ pytestmark = [*MARKS, pytest.mark.timeout(600)]
 LOOK_AGAIN_S = 0.5
 SHARED = "/srv/tidegate"
 LISTENERS = {
-    "server": "-server ",
+    "server": r"-server ",
     "agent": "tidegate agent",
-    "cluster": "services.node ",
+    "cluster": r"services\.(node|scheduler\.cluster) ",
     "of a job": "tidegate",
 }
-"""What a process of each kind has in its command line; the last is of all the others that are ours."""
+"""What the command line of a process of each kind has; the last is of all the others that are ours."""
 NODES = {"a": "n0", "b": "n1", "c": "n2"}
 
 
@@ -50,7 +51,8 @@ class Lab:
         own = f"{ADDRESSES[name]}:7400 --credentials {SHARED}/cred-{name}"
         others = " ".join(f"--machine {each}={address}:7400" for each, address in ADDRESSES.items())
         nodes = " ".join(f"{node}=4@{each}" for each, node in NODES.items())
-        keeps = f"--address {ADDRESSES[name]} --machine-credentials {SHARED}/operator --gate-root /gates --standby"
+        credentials = f"--machine-credentials {SHARED}/operator --node-credentials {SHARED}/cred-{name}"
+        keeps = f"--address {ADDRESSES[name]} {credentials} --gate-root /gates --standby"
         tidegate = f"{sys.prefix}/bin/tidegate"
         units = {
             "agent": f"{tidegate} agent --listen {own}",
@@ -73,9 +75,10 @@ class Lab:
         return term.name
 
     def tidegate(self, *words: str) -> Any:
-        """What a command on the keeper says, as JSON."""
+        """What a command says, as JSON, on another machine than the keeper."""
         command = f"{sys.prefix}/bin/tidegate {' '.join(words)} --output-dir {SHARED}/jobs -o json"
-        return parse_json(self.machines[self.keeper].said(f"cd {REPOSITORY}; {command}"))
+        other = next(name for name in ("c", "b") if name != self.keeper)
+        return parse_json(self.machines[other].said(f"cd {REPOSITORY}; {command}"))
 
     def submit(self, name: str) -> None:
         raw = small_job(name, algorithm__iterations=ITERATIONS)
@@ -105,14 +108,15 @@ def assert_listeners_are_known(lab: Lab, name: str) -> None:
         where, _, pid = line.partition(" ")
         host, _, port = where.replace("[::ffff:", "").replace("]", "").rpartition(":")
         command = lab.machines[name].said(f"tr '\\0' ' ' < /proc/{pid}/cmdline || true")
-        kind = next((kind for kind, words in LISTENERS.items() if words in command), None)
+        kind = next((kind for kind, words in LISTENERS.items() if re.search(words, command)), None)
         if kind is None or IPv4Address(host).is_loopback:
             continue
         counts[kind] += 1
         if host != ADDRESSES[name] or (kind == "agent" and port != "7400"):
             others.append((where, command))
     assert not others
-    assert (counts["agent"], counts["cluster"]) == (1, 2 if name == lab.keeper else 0)
+    # NATS, Redis, and the queue's API.
+    assert (counts["agent"], counts["cluster"]) == (1, 3 if name == lab.keeper else 0)
     assert not counts["server"]
 
 
@@ -144,9 +148,6 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
     lab.submit("one")
     lab.submit("waits")
     until(lambda: bool(lab.checkpoints()))
-    told = lab.machines["b"].said(f"{sys.prefix}/bin/tidegate get jobs --output-dir {SHARED}/jobs 2>&1 > /dev/null")
-    assert f"keeps the cluster of {SHARED}/jobs, a ({ADDRESSES['a']}) does, with its last beat " in told
-    assert told.endswith(" s ago: call it there")
 
     for name in NODES:
         assert_listeners_are_known(lab, name)

@@ -77,6 +77,11 @@ class ClusterFolder:
     def servers(self) -> Path:
         return self.state / "servers"
 
+    @property
+    def operator(self) -> Path:
+        """It names the folder of this machine's operator's credential, for commands to a keeper elsewhere."""
+        return self.state / "operator"
+
     def share(self, local: Path) -> None:
         """Lets several machines keep the cluster. `local` is on a disk of each machine's own, at the same path.
         ValueError: it is another folder already, or the queue is not in files. OSError."""
@@ -137,13 +142,17 @@ class ClusterFolder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDescription:
-    """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`."""
+    """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`.
+    `address`: where commands of other machines are answered, with the credential in `node_credentials`; empty: they are
+    not."""
 
     slots: Slots
     nats_url: str
     redis_url: str
     agent: str
     credentials: str
+    address: str = ""
+    node_credentials: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -154,7 +163,8 @@ class ClusterDescription:
         fields = typed(dict, parse_json(text), "a cluster's description")
         try:
             slots = Slots.of(typed(dict, fields["slots"], "slots"))
-            texts = {name: typed(str, fields[name], name) for name in ("nats_url", "redis_url", "agent", "credentials")}
+            names = ("nats_url", "redis_url", "agent", "credentials", "address", "node_credentials")
+            texts = {name: typed(str, fields[name], name) for name in names}
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
         return cls(slots, **texts)

@@ -69,8 +69,18 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         )
         server = await serve([served], f"{LOOPBACK}:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+        far = ""
+        if cluster.node_credentials:
+            for_others = Credentials(Path(cluster.node_credentials))
+            far_server = await serve([served], f"{cluster.address}:0", tls=for_others)
+            closing.push_async_callback(lambda: far_server.stop(grace_s=STOP_GRACE_S))
+            far = far_server.endpoint
         write_endpoint(
-            folder.endpoint, endpoint=server.endpoint, pid=os.getpid(), credential=credentials.of(Party.OPERATOR)
+            folder.endpoint,
+            endpoint=server.endpoint,
+            pid=os.getpid(),
+            credential=credentials.of(Party.OPERATOR),
+            far=far,
         )
         structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, pid=os.getpid())
         await loop.run(stopping)

@@ -332,9 +332,10 @@ def gpu_statuses(records: Mapping[GpuId, GpuRecord]) -> list[control_pb2.GpuStat
     ]
 
 
-def write_endpoint(path: Path, *, endpoint: str, pid: int, credential: Path) -> None:
+def write_endpoint(path: Path, *, endpoint: str, pid: int, credential: Path, far: str = "") -> None:
     """Write the address of the Control API, and the folder of the credential for it, to a file that only this user can
-    read."""
+    read. `far`: its address for other machines."""
     path.touch(mode=0o600)
     path.chmod(0o600)
-    path.write_text(json.dumps({"control": endpoint, "pid": pid, "credential": str(credential)}) + "\n")
+    fields = {"control": endpoint, "pid": pid, "credential": str(credential)} | ({"far": far} if far else {})
+    path.write_text(json.dumps(fields) + "\n")
