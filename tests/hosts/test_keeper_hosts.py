@@ -22,6 +22,7 @@ from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary
 from tests.two_machines import sh
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
+from tidegate.cluster.folder import state_of
 from tidegate.cluster.keepers import SILENT_S, Keepers
 from tidegate.json_text import parse_json
 
@@ -59,7 +60,9 @@ class Lab:
             "cluster": f"{tidegate} up {nodes} {others} {keeps} --output-dir {SHARED}/jobs --foreground",
         }
         machine = self.machines[name]
-        machine.said("mkdir -p /gates")
+        # NATS and Redis have their data on a disk of their own, which can be filled.
+        state = f"/gates/{state_of(Path(SHARED) / 'jobs')}"
+        machine.said(f"mkdir -p {state}; mount -t tmpfs -o size=128M tmpfs {state}")
         for unit, command in units.items():
             options = f"-p Restart=always -p RestartSec=1 -p WorkingDirectory={REPOSITORY}"
             machine.said(f"systemd-run --unit={unit} {options} {command}")
@@ -120,6 +123,27 @@ def assert_listeners_are_known(lab: Lab, name: str) -> None:
     assert not counts["server"]
 
 
+LOOK_FOR_SECRETS = """
+cd /dev/shm
+for each in /srv/tidegate/operator /srv/tidegate/cred-* $(find . -name credential.pem -exec dirname {} +); do
+    cat $each/store.password; echo; sed -n 2p $each/credential.pem
+done > /run/secrets
+wc -l < /run/secrets
+grep -raFl -f /run/secrets /srv/tidegate/jobs || true
+journalctl | grep -aF -f /run/secrets || true
+cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2> /dev/null | grep -acF -f /run/secrets || true
+rm /run/secrets
+"""
+"""The number of passwords and private keys, and then where one is told."""
+
+
+def assert_no_secret_is_told(lab: Lab, name: str) -> None:
+    """In a file of a job or of the cluster, a log, a command line or an environment."""
+    num_secrets, *told = lab.machines[name].said(LOOK_FOR_SECRETS).splitlines()
+    assert int(num_secrets) >= 2 * (1 + len(NODES))
+    assert told == ["0"]
+
+
 def until(holds: Callable[[], bool]) -> None:
     while not holds():
         time.sleep(LOOK_AGAIN_S)
@@ -151,6 +175,7 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
 
     for name in NODES:
         assert_listeners_are_known(lab, name)
+        assert_no_secret_is_told(lab, name)
 
     before = lab.checkpoints()
     began_s = time.monotonic()
@@ -175,6 +200,18 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
         until(lambda job=job: lab.row("jobs", job).get("state") == "finished")  # type: ignore[misc]  # each one's own
         until(lambda job=job: (lab.jobs / job / "result.json").exists())  # type: ignore[misc]
         assert_all_was_trained_once(lab.jobs / job, summary_of(lab.jobs / job), want_checksum)
+
+
+def test_a_keeper_whose_servers_have_no_disk_gives_its_turn_away(lab: Lab, want_checksum: str) -> None:
+    until(lambda: all(lab.row("nodes", node).get("state") == "ready" for node in NODES.values()))
+    lab.submit("one")
+    until(lambda: bool(lab.checkpoints()))
+    state = f"/gates/{state_of(Path(SHARED) / 'jobs')}"
+    lab.machines["a"].said(f"dd if=/dev/zero of={state}/full bs=1M status=none || true")
+    until(lambda: lab.keeper != "a")
+    until(lambda: lab.row("jobs", "one").get("state") == "finished")
+    until(lambda: (lab.jobs / "one" / "result.json").exists())
+    assert_all_was_trained_once(lab.jobs / "one", summary_of(lab.jobs / "one"), want_checksum)
 
 
 def test_a_keeper_that_is_cut_off_from_the_others_keeps_its_storage_and_its_turn(lab: Lab) -> None:

@@ -34,6 +34,15 @@ from tidegate.types import JobId
 NAME = ".cluster"
 
 
+def _digest(root: Path) -> str:
+    return hashlib.blake2b(str(root).encode(), digest_size=5).hexdigest()
+
+
+def state_of(output_dir: Path) -> str:
+    """The name of the folder of what is one machine's own, of a cluster that several may keep. No node has it."""
+    return f".cluster-{_digest(output_dir / NAME)}"
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterFolder:
     root: Path
@@ -85,7 +94,7 @@ class ClusterFolder:
     def share(self, local: Path) -> None:
         """Lets several machines keep the cluster. `local` is on a disk of each machine's own, at the same path.
         ValueError: it is another folder already, or the queue is not in files. OSError."""
-        own = local / f".cluster-{self._digest()}"
+        own = local / state_of(self.root.parent)
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = self.root / "servers"
@@ -114,9 +123,6 @@ class ClusterFolder:
         """It names `state`, where several machines may keep the cluster."""
         return self.root / "state"
 
-    def _digest(self) -> str:
-        return hashlib.blake2b(str(self.root).encode(), digest_size=5).hexdigest()
-
     @property
     def gates(self) -> Path:
         return self.root / "gates"
@@ -137,7 +143,7 @@ class ClusterFolder:
 
     def host_memory(self, root: Path) -> Path:
         """The cluster's own folder in host memory. It is the same at every start."""
-        return root / f"tidegate-cluster-{os.getuid()}-{self._digest()}"
+        return root / f"tidegate-cluster-{os.getuid()}-{_digest(self.root)}"
 
 
 @dataclass(frozen=True, slots=True)
