@@ -56,6 +56,8 @@ ANSWER_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
+OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
+"""Names the folder of an operator's credential, on a machine that does not stand by."""
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -483,7 +485,7 @@ def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]
     with suppress(FileNotFoundError):
         # One that was written by the keeper before is of another address.
         if host_of(far) == keeper.address:
-            return far, folder.operator.read_text()
+            return far, os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
     who = _named(keeper, folder)
     raise KeptElsewhere(f"another machine keeps the cluster of {folder.root.parent}, {who}: call it there")
 

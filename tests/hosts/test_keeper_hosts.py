@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -172,6 +174,18 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
     lab.submit("one")
     lab.submit("waits")
     until(lambda: bool(lab.checkpoints()))
+
+    # A further machine that has the storage: the one of this test.
+    command = [sys.executable, "-m", "cli", "wait", "nobody", "--output-dir", str(lab.jobs)]
+    for variables, told in (
+        ({"TIDEGATE_OPERATOR": str(lab.storage / "operator")}, "has no job nobody; it has one, waits"),
+        ({"TIDEGATE_OPERATOR": str(lab.storage / "cred-b")}, "node/b of cluster lab may not call"),
+        ({}, f"a ({ADDRESSES['a']}) does, with its last beat "),
+    ):
+        env = {**os.environ, **variables}
+        asked = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+        assert asked.returncode != 0
+        assert told in asked.stderr
 
     for name in NODES:
         assert_listeners_are_known(lab, name)
