@@ -275,6 +275,8 @@ class ClusterLoop:
                 self._is_open.clear()
             except VersionConflict as error:
                 self._log.info("another replica was first", error=str(error))
+                if not self._is_open.is_set():
+                    await asyncio.sleep(RETRY_S)
             except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
                 self._log.warning("no answer", error=str(error))
                 await asyncio.sleep(RETRY_S)
