@@ -435,7 +435,7 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
             async with cluster_of(folder) as cluster:
                 return list((await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions)
         except PeerUnavailable as error:
-            if agent_pid(folder) is None:
+            if agent_pid(folder) is None and _keeper_elsewhere(folder) is None:
                 raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
             if time.monotonic() > deadline_s:
                 raise
