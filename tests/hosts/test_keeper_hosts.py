@@ -64,7 +64,7 @@ class Lab:
         machine = self.machines[name]
         # NATS and Redis have their data on a disk of their own, which can be filled.
         state = f"/gates/{state_of(Path(SHARED) / 'jobs')}"
-        machine.said(f"mkdir -p {state}; mount -t tmpfs -o size=128M tmpfs {state}")
+        machine.said(f"mkdir -p {state}; mount -t tmpfs -o size=3G tmpfs {state}")
         for unit, command in units.items():
             options = f"-p Restart=always -p RestartSec=1 -p WorkingDirectory={REPOSITORY}"
             machine.said(f"systemd-run --unit={unit} {options} {command}")
