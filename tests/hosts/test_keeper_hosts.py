@@ -62,7 +62,7 @@ class Lab:
             "cluster": f"{tidegate} up {nodes} {others} {keeps} --output-dir {SHARED}/jobs --foreground",
         }
         machine = self.machines[name]
-        # NATS and Redis have their data on a disk of their own, which can be full. NATS reserves 2.3 GB of it for each job.
+        # NATS and Redis have their data on a disk of their own, which can be full. NATS reserves 2.5 GiB for each job.
         state = f"/gates/{state_of(Path(SHARED) / 'jobs')}"
         machine.said(f"mkdir -p {state}; mount -t tmpfs -o size=16G tmpfs {state}")
         for unit, command in units.items():
