@@ -17,6 +17,7 @@ A server that dies is started again, on its port and its data.
 
 Invariants:
 - One agent at a time has a cluster's folder. [test_agent: a_second_agent]
+- One that can decide nothing gives its turn away. [test_agent: that_decides_nothing]
 - However it ends, no process and no host memory of it remains. [test_cluster: and_leave_nothing]
 """
 
@@ -72,6 +73,8 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
+UNDECIDED_S = 60.0
+"""As long as a job waits for NATS and Redis."""
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
 
@@ -92,8 +95,10 @@ class Agent:
         memory: Path,
         shared: Path,
         node_credentials: str = "",
+        others_stand_by: bool = False,
     ) -> None:
         """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines."""
+        self._others_stand_by = others_stand_by
         self._node_credentials = node_credentials
         self._folder = folder
         self._shared = shared
@@ -152,6 +157,8 @@ class Agent:
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
             self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
             works = [self._watch_servers(), self._watch_ends(jobs)]
+            if self._others_stand_by:
+                works.append(_watch_decisions(servicer))
             if far_nodes:
                 works.append(machines.watch())
             watching = [asyncio.create_task(each) for each in works]
@@ -254,6 +261,13 @@ class Agent:
             await jobs.note_end(ended)
 
 
+async def _watch_decisions(servicer: NodeServicer) -> None:
+    """ServerFailed where the cluster decides nothing for long, as with a full disk: another machine may do better."""
+    while (left_s := servicer.decided_s + UNDECIDED_S - time.monotonic()) > 0:
+        await asyncio.sleep(left_s)  # noqa: ASYNC110 # what it waits for is that nothing happens
+    raise ServerFailed(f"the cluster has decided nothing for {UNDECIDED_S:g} s: see cluster.jsonl and scheduler.out")
+
+
 def _find_devices(servicer: NodeServicer) -> None:
     """A machine that keeps a cluster of other machines' GPUs may have none."""
     with contextlib.suppress(NoCuda):
@@ -348,7 +362,13 @@ def main() -> int:
             memory.mkdir(mode=0o700)
             try:
                 agent = Agent(
-                    folder, slots, machines, memory=memory, shared=shared, node_credentials=args.node_credentials
+                    folder,
+                    slots,
+                    machines,
+                    memory=memory,
+                    shared=shared,
+                    node_credentials=args.node_credentials,
+                    others_stand_by=args.keeper is not None,
                 )
                 asyncio.run(agent.run())
             finally:

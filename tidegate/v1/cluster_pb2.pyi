@@ -474,18 +474,22 @@ class GetNodeRequest(_message.Message):
 
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
     known_version: _builtins.int
     """The answer comes once there is another version than this, and at the latest after wait_s. 0 s: at once."""
     wait_s: _builtins.float
+    num_rounds: _builtins.int
+    """The rounds that the caller has carried out, from first to last."""
     def __init__(
         self,
         *,
         known_version: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        num_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "num_rounds", b"num_rounds", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,6 +107,7 @@ class ClusterLoop:
         """The nodes of machines that did not answer in the last round: for people, nothing is decided by it."""
         self.memory: tuple[HostMemory, ...] = ()
         """As machines told it last, for what can never run."""
+        self._num_rounds = 0
         self._wake = asyncio.Event()
         self._log = structlog.get_logger("cluster")
 
@@ -313,6 +314,7 @@ class ClusterLoop:
             self._wake.set()
         await self._ask(step, seen)
         await self._clear(step, texts)
+        self._num_rounds += 1
         return seen.version
 
     async def _clear(self, step: Step, texts: Mapping[JobId, bytes]) -> None:
@@ -369,10 +371,11 @@ class ClusterLoop:
             raise error
 
     async def _told(self, version: int) -> None:
-        await self._agent.GetNode(cluster_pb2.GetNodeRequest(known_version=version, wait_s=BEAT_S))
+        request = cluster_pb2.GetNodeRequest(known_version=version, wait_s=BEAT_S, num_rounds=self._num_rounds)
+        await self._agent.GetNode(request)
 
     async def _seen(self) -> NodeView:
-        found = await self._agent.GetNode(cluster_pb2.GetNodeRequest())
+        found = await self._agent.GetNode(cluster_pb2.GetNodeRequest(num_rounds=self._num_rounds))
         gates = [decode_gate_state(each) for each in found.gates]
         return NodeView(
             version=found.version,

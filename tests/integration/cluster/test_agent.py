@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 
 import pytest
 
-from services.node.__main__ import AgentRuns, locked
+from services.node.__main__ import AgentRuns, _watch_decisions, locked
+from services.node.far_machines import FarMachines
+from services.node.jobs import NodeJobs
+from services.node.servicer import NodeServicer, Version
 from tidegate.certs.authority import Credential
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
+from tidegate.runtime.embedded import ServerFailed
+from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
+from tidegate.v1 import cluster_pb2
 
 
 def test_a_second_agent_is_refused_while_the_first_lives(tmp_path: Path) -> None:
@@ -22,6 +30,28 @@ def test_a_second_agent_is_refused_while_the_first_lives(tmp_path: Path) -> None
         pass
     with locked(folder):
         pass
+
+
+async def test_a_keeper_that_decides_nothing_gives_its_turn_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.node.__main__.UNDECIDED_S", 0.5)
+    slots, version = Slots({NodeId("n0"): 1}), Version(1)
+    far = FarMachines(Machines(), slots, shared=tmp_path, changed=version.changed)
+    servicer = NodeServicer(slots, {}, far, version, host_memory_root=tmp_path)
+    folder = ClusterFolder.of(tmp_path)
+    servicer.jobs = NodeJobs(folder, Supervisor(), prepare=None, leave=None, changed=None)  # type: ignore[arg-type]  # no job is started
+    watching = asyncio.create_task(_watch_decisions(servicer))
+    for number in range(1, 9):
+        await servicer.GetNode(cluster_pb2.GetNodeRequest(num_rounds=number), None)
+        done, _ = await asyncio.wait({watching}, timeout=0.2)
+        assert not done
+    while not watching.done():
+        # The same round again and again.
+        await servicer.GetNode(cluster_pb2.GetNodeRequest(num_rounds=8), None)
+        await asyncio.wait({watching}, timeout=0.1)
+    with pytest.raises(ServerFailed, match=r"the cluster has decided nothing for 0\.5 s"):
+        await watching
 
 
 def test_each_job_has_credentials_of_its_own_that_only_this_user_can_read(tmp_path: Path) -> None:
