@@ -263,9 +263,13 @@ class Agent:
 
 async def _watch_decisions(servicer: NodeServicer) -> None:
     """ServerFailed where the cluster decides nothing for long, as with a full disk: another machine may do better."""
-    while (left_s := servicer.decided_s + UNDECIDED_S - time.monotonic()) > 0:
-        await asyncio.sleep(left_s)  # noqa: ASYNC110 # what it waits for is that nothing happens
-    raise ServerFailed(f"the cluster has decided nothing for {UNDECIDED_S:g} s: see cluster.jsonl and scheduler.out")
+    try:
+        while True:
+            servicer.decided.clear()
+            await asyncio.wait_for(servicer.decided.wait(), UNDECIDED_S)
+    except TimeoutError:
+        why = f"the cluster has decided nothing for {UNDECIDED_S:g} s: see cluster.jsonl and scheduler.out"
+        raise ServerFailed(why) from None
 
 
 def _find_devices(servicer: NodeServicer) -> None:

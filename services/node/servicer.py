@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -65,13 +64,14 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         """Set once they are found, which takes seconds."""
         self.jobs: NodeJobs | None = None
         """Set before the first call."""
-        self.decided_s = time.monotonic()
-        """When the scheduler had last carried out a round, as far as it has told."""
+        self.decided = asyncio.Event()
+        """Set where the scheduler tells that it has carried out another round."""
         self._num_rounds = 0
 
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
         if request.num_rounds != self._num_rounds:
-            self._num_rounds, self.decided_s = request.num_rounds, time.monotonic()
+            self._num_rounds = request.num_rounds
+            self.decided.set()
         version = await self._version.other_than(request.known_version, wait_s=request.wait_s)
         starts, (far, away) = self._jobs().starts, await self._machines.gates()
         total = shutil.disk_usage(self._host_memory_root).total
