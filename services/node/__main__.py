@@ -45,7 +45,7 @@ import structlog
 
 from services.node.far_machines import FarMachines
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
-from services.node.keeping import Beats, claimed
+from services.node.keeping import LOOK_S, Beats, claimed
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
@@ -73,6 +73,8 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
+GIVE_WAY_S = 3 * LOOK_S
+"""A unit starts what has failed again at once. Others look for their turn first."""
 UNDECIDED_S = 60.0
 """As long as a job waits for NATS and Redis."""
 _MAX_RESTARTS = 1000
@@ -314,11 +316,17 @@ def in_turn(folder: ClusterFolder, name: str, address: str) -> Iterator[Path | N
     # Until the agent has a handler of its own: the term ends in order.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     beats = Beats(keepers, term)
+    has_failed = False
     try:
         _remove(folder.servers)
         yield keepers.path(term.number)
+    except ServerFailed:
+        has_failed = True
+        raise
     finally:
         beats.end()
+        if has_failed:
+            time.sleep(GIVE_WAY_S)
 
 
 async def _claimed(keepers: Keepers, name: str, address: str) -> Term | None:
