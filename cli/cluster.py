@@ -143,6 +143,8 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         "--machine-credentials": args.machine_credentials,
         "--gate-root": args.gate_root,
     }
+    if args.node_credentials and not args.standby:
+        raise BadUsage("--node-credentials: only a machine that stands by (--standby) needs it")
     if args.standby and (missing := [option for option, value in needed.items() if not value]):
         raise BadUsage(f"--standby needs {', '.join(missing)} too, and each machine's agent by --machine")
     if not agents:
