@@ -498,7 +498,8 @@ async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.Cl
     output_dir = folder.root.parent
     keeper, peer = _keeper_elsewhere(folder), SCHEDULER
     try:
-        fields = parse_json(folder.endpoint.read_bytes())
+        has_begun = keeper is None or folder.endpoint.exists()
+        fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
         if keeper is None:
             endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
         else:

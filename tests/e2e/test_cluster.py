@@ -25,6 +25,7 @@ from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import Keepers
+from tidegate.config.job_config import JobConfig
 from tidegate.json_text import parse_json
 from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import cluster_pb2
@@ -92,6 +93,13 @@ class Cluster:
         found = parse_json((self.output_dir / job / "result.json").read_text())
         return dict(found["summary"])
 
+    def host_memory(self) -> list[Path]:
+        """The folders of the cluster and of its jobs."""
+        configs = [JobConfig.read(path) for path in self.output_dir.glob("*/config.json")]
+        assert configs
+        own = self.folder.host_memory(Path("/dev/shm"))
+        return [own, *(Path(each.runtime.host_memory_root) for each in configs)]
+
     def agent(self) -> psutil.Process:
         pid = agent_pid(self.folder)
         assert pid is not None
@@ -118,7 +126,6 @@ def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Clus
 
 
 def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster: Cluster) -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
     assert "is up: n0 with 6 slots" in cluster.run("up", "n0=6")
     assert "a cluster is up in" in cluster.run("up", "n0=6", is_refused=True)
     refused = cluster.submit("wide", "cluster.nodes={a: 9}", *wide(9), is_refused=True)
@@ -152,7 +159,7 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     family = cluster.agent().children(recursive=True)
     cluster.run("down")
     assert not [each for each in family if each.is_running()]
-    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+    assert not [path for path in cluster.host_memory() if path.exists()]
     assert "no cluster is up" in cluster.submit("more", is_refused=True)
 
 

@@ -200,7 +200,8 @@ class _Service:
         if self._stopping.is_set() or stays_away:
             return None
         self._restarts.append(now)
-        return min(self._spec.first_backoff_s * _BACKOFF_GROWTH ** min(num_restarts, 16), _MOST_BACKOFF_S)
+        first_s = self._spec.first_backoff_s
+        return min(first_s * _BACKOFF_GROWTH ** min(num_restarts, 16), max(first_s, _MOST_BACKOFF_S))
 
 
 def session_members(session: int) -> list[int]:

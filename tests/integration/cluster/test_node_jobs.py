@@ -92,6 +92,15 @@ async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node
     assert node.supervisor.pid(f"job-{JOB}") is None, "the same start is not made again"
 
 
+def treatment_of(pid: int) -> str:
+    """Of a launcher, once it is one: before, it is this process."""
+    deadline_s = time.monotonic() + 60
+    while "--treatment" not in (words := psutil.Process(pid).cmdline()):
+        assert time.monotonic() < deadline_s, words
+        time.sleep(0.01)
+    return words[words.index("--treatment") + 1]
+
+
 def until_there(path: Path) -> None:
     deadline_s = time.monotonic() + 60
     while not path.exists():
@@ -104,8 +113,7 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
 
     async def started(number: int, *, submission: int) -> list[str]:
         pid = await node.start(number, Treatment.FORCE, submission=submission)
-        words = psutil.Process(pid).cmdline()
-        return [words[words.index("--treatment") + 1], str(pid)]
+        return [treatment_of(pid), str(pid)]
 
     (tmp_path / JOB).mkdir()
     how, pid = await started(1, submission=5)
@@ -131,8 +139,7 @@ async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_pat
     await node.supervisor.aclose()
     other = Node(tmp_path)
     pid = await other.start(1, submission=5)
-    words = psutil.Process(pid).cmdline()
-    assert words[words.index("--treatment") + 1] == "resume"
+    assert treatment_of(pid) == "resume"
     await other.supervisor.aclose()
 
 
