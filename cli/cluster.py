@@ -31,7 +31,7 @@ from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import KEEPS, Keepers, Term
+from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
@@ -53,6 +53,8 @@ UP_TIMEOUT_S = 60.0
 DOWN_TIMEOUT_S = 120.0
 ANSWER_S = 15.0
 """The scheduler is started again within a second, and takes 2 s on an idle machine."""
+NEXT_KEEPER_S = SILENT_S + 60.0
+"""Another machine takes over, starts its servers, and reads the queue."""
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
@@ -96,6 +98,10 @@ class NoCluster(NotRunning):
 
 class KeptElsewhere(NoCluster):
     """Another machine keeps the cluster."""
+
+
+class NotYet(KeptElsewhere):
+    """It does not answer this machine, or has not begun to."""
 
 
 class NotUp(RuntimeError):
@@ -161,7 +167,10 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
             if not is_ipv4(host) or IPv4Address(host).is_loopback:
                 raise ValueError(f"{option}: give an IPv4 address that the other machines reach, not {host}")
         interface_of(args.address)
-        Credentials(args.machine_credentials)
+        if (who := Credentials(args.machine_credentials).identity).party is not Party.OPERATOR:
+            raise ValueError(
+                f"--machine-credentials {args.machine_credentials} is of {who}, and an operator's is needed"
+            )
     except (ValueError, CertsError) as error:
         raise BadUsage(str(error)) from error
     if args.standby and not args.gate_root.is_dir():
@@ -169,7 +178,9 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
     credentials, gate_root = (str(path.resolve()) for path in (args.machine_credentials, args.gate_root))
     here = {each.name for each in far if host_of(each.agent) == args.address}
     if len(here) > 1 or (args.standby and not here):
-        raise BadUsage(f"--address {args.address}: {len(here)} of the machines are there; --machine names each once")
+        raise BadUsage(
+            f"--address {args.address}: {len(here)} of the machines are there; --machine names each once, this one too"
+        )
     if args.node_credentials:
         _check_own(args.node_credentials, args.machine_credentials, here)
     others = tuple(each for each in far if each.name not in here)
@@ -180,8 +191,11 @@ def _check_own(folder: Path, operator: Path, names: Collection[str]) -> None:
     """BadUsage where it is not this machine's credential."""
     try:
         own, cluster = Credentials(folder).identity, Credentials(operator).identity.cluster
+        has_one_authority = Credentials(folder).now().ca == Credentials(operator).now().ca
     except CertsError as error:
         raise BadUsage(str(error)) from error
+    if not has_one_authority:
+        raise BadUsage(f"--node-credentials {folder} is of another authority than --machine-credentials {operator}")
     wanted = [Identity(cluster, Party.NODE, name) for name in names]
     if own not in wanted:
         raise BadUsage(f"--node-credentials {folder} is the credential of {own}, not of {', '.join(map(str, wanted))}")
@@ -205,8 +219,10 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if args.standby:
         try:
             folder.share(Path(machines.gate_root))
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise NotUp(str(error)) from error
+        except OSError as error:
+            raise NotUp(f"--gate-root and --output-dir have to be folders that can be written: {error}") from error
         from tidegate.launcher.claim import write_private
 
         write_private(folder.operator, machines.credentials)
@@ -318,7 +334,9 @@ def down(output_dir: Path, form: Form) -> int:
             os.close(pidfd)
     text = f"the cluster of {output_dir} is down; tidegate up goes on with its queue"
     if folder.is_of_several:
-        text = f"this machine keeps the cluster of {output_dir} no more; others do that stand by"
+        text = (
+            f"this machine neither keeps the cluster of {output_dir} nor stands by any more; one that stands by goes on"
+        )
     print(answer_text({"folder": str(output_dir), "state": "down"}, text, form))
     return 0
 
@@ -393,8 +411,9 @@ async def _until_ended(folder: ClusterFolder, jobs: Collection[str]) -> list[clu
     """These jobs, or all that have not ended, once none is left. Each change is told on stderr. NoCluster: the cluster
     ended, or has forgotten a job."""
     seen: dict[str, cluster_pb2.Submission] = {}
+    patience_s = NEXT_KEEPER_S if folder.is_of_several else ANSWER_S
     while True:
-        there = await _listed(folder)
+        there = await _listed(folder, patience_s=patience_s)
         if gone := sorted({*jobs}.difference(each.job for each in there)):
             raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
         for each in there:
@@ -429,9 +448,9 @@ async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
     return []
 
 
-async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
+async def _listed(folder: ClusterFolder, *, patience_s: float = ANSWER_S) -> list[cluster_pb2.Submission]:
     """All jobs. A scheduler that died is there again within seconds: it is asked until then. NoCluster."""
-    deadline_s = time.monotonic() + ANSWER_S
+    deadline_s = time.monotonic() + patience_s
     while True:
         try:
             async with cluster_of(folder) as cluster:
@@ -440,6 +459,10 @@ async def _listed(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
             if agent_pid(folder) is None and _keeper_elsewhere(folder) is None:
                 raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
             if time.monotonic() > deadline_s:
+                raise
+        except NoCluster as error:
+            is_between_keepers = patience_s > ANSWER_S and (isinstance(error, NotYet) or type(error) is NoCluster)
+            if not is_between_keepers or time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -484,12 +507,14 @@ def agent_pid(folder: ClusterFolder) -> int | None:
 
 def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]:
     """Where a keeper elsewhere answers, and the folder of the credential for it. KeptElsewhere: not to this machine."""
-    with suppress(FileNotFoundError):
-        # One that was written by the keeper before is of another address.
-        if host_of(far) == keeper.address:
-            return far, os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
-    who = _named(keeper, folder)
-    raise KeptElsewhere(f"another machine keeps the cluster of {folder.root.parent}, {who}: call it there")
+    told = f"another machine keeps the cluster of {folder.root.parent}, {_named(keeper, folder)}: call it there"
+    try:
+        operator = os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
+    except FileNotFoundError:
+        raise KeptElsewhere(f"{told}, or name an operator's credential in {OPERATOR_VARIABLE}") from None
+    if host_of(far) != keeper.address:  # the keeper before had another address
+        raise NotYet(told)
+    return far, operator
 
 
 @asynccontextmanager
@@ -508,7 +533,12 @@ async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.Cl
         if keeper is not None:
             peer = Identity(tls.identity.cluster, Party.NODE, keeper.name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NoCluster(f"no cluster is up in {output_dir}: start one with tidegate up n0=8") from error
+        how = "start one with tidegate up n0=8"
+        if folder.is_of_several:
+            how = (
+                "no machine has its turn now; one that stands by begins soon, and else one starts tidegate up --standby"
+            )
+        raise NoCluster(f"no cluster is up in {output_dir}: {how}") from error
     except (ValueError, KeyError, TypeError, CertsError) as error:
         raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)

@@ -238,6 +238,8 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     refused = cluster.run("up", "n0=3@other", "--standby", *nobody, is_refused=True)
     assert f"--address {address}: 0 of the machines are there" in refused
 
+    nodes_own = (*where[:4], "--machine-credentials", str(tmp_path / "me"), *where[6:])
+    assert "is of node/me of cluster lab, and an operator's is needed" in cluster.run(*up, *nodes_own, is_refused=True)
     refused = cluster.run(*up, *where, "--node-credentials", str(tmp_path / "other"), is_refused=True)
     assert "other is the credential of node/other of cluster lab, not of node/me of cluster lab" in refused
 
@@ -260,7 +262,7 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
         cluster.until(job, state="finished")
         summary = cluster.summary(job)
         assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, 1)
-    assert "keeps the cluster of" in cluster.run("down")
+    assert "neither keeps the cluster of" in cluster.run("down")
     names = sorted(path.name for path in cluster.folder.keepers.iterdir())
     assert names == ["1.json", "2.json"]
 
@@ -269,7 +271,7 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     term = keepers.claim(3, name="other", address="192.0.2.99")
     assert term is not None
     assert "other (192.0.2.99) does, with its last beat " in cluster.run("up", "n0=3", is_refused=True)
-    assert cluster.run("wait", is_refused=True).endswith("s ago: call it there\n")
+    assert cluster.run("describe", "node", "n0", is_refused=True).endswith("s ago: call it there\n")
     keepers.end(term)
     cluster.run("up", "n0=3")
     assert {each.job: each.end for each in asyncio.run(submissions(cluster.output_dir))} == dict.fromkeys(
