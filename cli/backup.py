@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from cli.cluster import cluster_of
+from cli.cluster_access import cluster_of
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.cluster.backup import BackedUpJob, Backup

@@ -16,37 +16,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
 
+from cli.cluster_access import KeptElsewhere, NoCluster, NotYet, agent_pid, cluster_of, keeper_elsewhere, named
 from cli.jobs import UnknownJob
 from cli.rows import Form, Row, answer_text, show
 from cli.usage import BadUsage
-from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
-from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
+from tidegate.cluster.keepers import KEEPS, SILENT_S, Term
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
-from tidegate.json_text import parse_json, typed
-from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
-from tidegate.launcher.lock import lock_record, machine_number, record_of_holder
+from tidegate.launcher.lock import lock_record
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
-from tidegate.runtime.interfaces import NotThisMachine, interface_of
+from tidegate.runtime.interfaces import interface_of
 from tidegate.types import NodeId
-from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
+from tidegate.v1 import cluster_pb2
 
 UP_TIMEOUT_S = 60.0
 """It takes 2 s. A store with a long history is read again first."""
@@ -58,8 +55,6 @@ NEXT_KEEPER_S = SILENT_S + 60.0
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 MOST_SLOTS = 1024
-OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
-"""Names the folder of an operator's credential, on a machine that does not stand by."""
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,18 +85,6 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "with --standby: this machine's own credential, as its agent has it; commands work on the other machines then"
     )
     parser.add_argument("--node-credentials", type=Path, metavar="FOLDER", help=help_)
-
-
-class NoCluster(NotRunning):
-    """No cluster is up in the folder."""
-
-
-class KeptElsewhere(NoCluster):
-    """Another machine keeps the cluster."""
-
-
-class NotYet(KeptElsewhere):
-    """It does not answer this machine, or has not begun to."""
 
 
 class NotUp(RuntimeError):
@@ -230,9 +213,9 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         if args.node_credentials:
             words += ["--node-credentials", str(args.node_credentials.resolve())]
     elif folder.is_of_several:
-        if (keeper := _keeper_elsewhere(folder)) is not None:
+        if (keeper := keeper_elsewhere(folder)) is not None:
             raise NotUp(
-                f"several machines may keep the cluster of {output_dir}, and {_named(keeper, folder)}: give --standby, "
+                f"several machines may keep the cluster of {output_dir}, and {named(keeper, folder)}: give --standby, "
                 f"or end it there; if that machine is lost, remove {folder.link}"
             )
         folder.keep_alone()
@@ -264,7 +247,7 @@ def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) 
     while agent.poll() is None and time.monotonic() < deadline_s:
         with suppress(NoCluster, PeerUnavailable):
             keeps = _keeps(folder, agent.pid)
-            if keeps == 0 and (keeper := _keeper_elsewhere(folder)) is not None:
+            if keeps == 0 and (keeper := keeper_elsewhere(folder)) is not None:
                 return keeper
             if keeps == 1:
                 asyncio.run(_answers(folder))
@@ -285,30 +268,6 @@ def _keeps(folder: ClusterFolder, pid: int) -> int | None:
         if record.get("pid") == pid:
             return record.get(KEEPS)
     return None
-
-
-def _keeper_elsewhere(folder: ClusterFolder) -> Term | None:
-    """The term of another machine, where several may keep the cluster. Whether that one lives is not known. NoCluster:
-    the storage does not answer."""
-    if not folder.is_of_several or (record_of_holder(folder.lock) or {}).get(KEEPS):
-        return None
-    try:
-        term = Keepers(folder.keepers).newest()
-    except OSError as error:
-        raise NoCluster(f"who keeps the cluster of {folder.root.parent} cannot be told: {error}") from error
-    if term is None or term.has_ended:
-        return None
-    with suppress(NotThisMachine, ValueError):  # ValueError: the file is being written
-        interface_of(term.address)
-        return None
-    return term
-
-
-def _named(keeper: Term, folder: ClusterFolder) -> str:
-    with suppress(OSError):
-        silent_s = Keepers(folder.keepers).silent_s(keeper.number)
-        return f"{keeper.name} ({keeper.address}) does, with its last beat {silent_s:.0f} s ago"
-    return f"{keeper.name} ({keeper.address}) does"
 
 
 async def _answers(folder: ClusterFolder) -> None:
@@ -456,7 +415,7 @@ async def _listed(folder: ClusterFolder, *, patience_s: float = ANSWER_S) -> lis
             async with cluster_of(folder) as cluster:
                 return list((await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions)
         except PeerUnavailable as error:
-            if agent_pid(folder) is None and _keeper_elsewhere(folder) is None:
+            if agent_pid(folder) is None and keeper_elsewhere(folder) is None:
                 raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
             if time.monotonic() > deadline_s:
                 raise
@@ -495,54 +454,3 @@ def row_of(each: cluster_pb2.Submission) -> Row:
         "starts": each.num_starts,
         "message": each.message,
     }
-
-
-def agent_pid(folder: ClusterFolder) -> int | None:
-    """The pid of the agent that has the folder now. 0: it is on another machine, which shares the folder."""
-    found = record_of_holder(folder.lock)
-    if found is None or "pid" not in found:
-        return None
-    return found["pid"] if found.get("machine", machine_number()) == machine_number() else 0
-
-
-def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]:
-    """Where a keeper elsewhere answers, and the folder of the credential for it. KeptElsewhere: not to this machine."""
-    told = f"another machine keeps the cluster of {folder.root.parent}, {_named(keeper, folder)}: call it there"
-    try:
-        operator = os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
-    except FileNotFoundError:
-        raise KeptElsewhere(f"{told}, or name an operator's credential in {OPERATOR_VARIABLE}") from None
-    if host_of(far) != keeper.address:  # the keeper before had another address
-        raise NotYet(told)
-    return far, operator
-
-
-@asynccontextmanager
-async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
-    """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
-    output_dir = folder.root.parent
-    keeper, peer = _keeper_elsewhere(folder), SCHEDULER
-    try:
-        has_begun = keeper is None or folder.endpoint.exists()
-        fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
-        if keeper is None:
-            endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
-        else:
-            endpoint, credential = _of_keeper(keeper, typed(str, fields.get("far", ""), "far"), folder)
-        tls = Credentials(Path(credential))
-        if keeper is not None:
-            peer = Identity(tls.identity.cluster, Party.NODE, keeper.name)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        how = "start one with tidegate up n0=8"
-        if folder.is_of_several:
-            how = (
-                "no machine has its turn now; one that stands by begins soon, and else one starts tidegate up --standby"
-            )
-        raise NoCluster(f"no cluster is up in {output_dir}: {how}") from error
-    except (ValueError, KeyError, TypeError, CertsError) as error:
-        raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
-    channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
-    try:
-        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, peer))
-    finally:
-        await channels.close()

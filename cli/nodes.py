@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from cli import cluster
-from cli.cluster import NoCluster, cluster_of
+from cli.cluster_access import NoCluster, cluster_of
 from cli.rows import Form, Row, answer_text, written
 from cli.usage import BadUsage
 from tidegate.cluster.folder import ClusterFolder

@@ -18,7 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from cli.cluster import agent_pid, submissions
+from cli.cluster import submissions
+from cli.cluster_access import agent_pid
 from cli.command import execute
 from tests.e2e.jobs import REPOSITORY, small_job
 from tidegate.certs.authority import Authority

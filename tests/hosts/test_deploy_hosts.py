@@ -96,7 +96,7 @@ class Site:
 
     @property
     def keeper(self) -> str:
-        """Of machines that may keep the cluster, the one that does."""
+        """The machine that keeps the cluster, of those that may."""
         term = Keepers(self.storage / "jobs" / ".cluster" / "keepers").newest()
         assert term is not None
         return term.name

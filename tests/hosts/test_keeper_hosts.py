@@ -99,7 +99,7 @@ class Lab:
         return {}
 
     def checkpoints(self) -> set[Path]:
-        """Of all jobs."""
+        """Those of all jobs."""
         return {*self.jobs.glob("*/checkpoints/*/manifest.json")}
 
 

@@ -34,7 +34,7 @@ def pod() -> dict[str, Any]:
 
 
 def environment(folder: Path, **changes: str) -> dict[str, str]:
-    """Of the container, whose `tidegate` tells its arguments in a folder."""
+    """What the container has, whose `tidegate` tells its arguments in a folder."""
     (program := folder / "bin" / "tidegate").parent.mkdir()
     program.write_text(TIDEGATE)
     program.chmod(0o755)

@@ -93,7 +93,7 @@ async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node
 
 
 def treatment_of(pid: int) -> str:
-    """Of a launcher, once it is one: before, it is this process."""
+    """What a launcher was told, once it is one: before, it is this process."""
     deadline_s = time.monotonic() + 60
     while "--treatment" not in (words := psutil.Process(pid).cmdline()):
         assert time.monotonic() < deadline_s, words

@@ -1,0 +1,112 @@
+"""The way to a cluster's API: the agent on this machine, or the machine that keeps the cluster by turns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from tidegate.adapters.grpc_client import Channels
+from tidegate.adapters.grpc_tls import Credentials
+from tidegate.certs.authority import CertsError
+from tidegate.certs.identity import Identity, Party
+from tidegate.certs.job_credentials import SCHEDULER
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.keepers import KEEPS, Keepers, Term
+from tidegate.cluster.machines import host_of
+from tidegate.json_text import parse_json, typed
+from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
+from tidegate.launcher.lock import machine_number, record_of_holder
+from tidegate.runtime.interfaces import NotThisMachine, interface_of
+from tidegate.v1 import cluster_pb2_grpc
+
+OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
+"""Names the folder of an operator's credential, on a machine that does not stand by."""
+
+
+class NoCluster(NotRunning):
+    """No cluster is up in the folder."""
+
+
+class KeptElsewhere(NoCluster):
+    """Another machine keeps the cluster."""
+
+
+class NotYet(KeptElsewhere):
+    """It does not answer this machine, or has not begun to."""
+
+
+def keeper_elsewhere(folder: ClusterFolder) -> Term | None:
+    """The term of another machine, where several may keep the cluster. Whether that one lives is not known. NoCluster:
+    the storage does not answer."""
+    if not folder.is_of_several or (record_of_holder(folder.lock) or {}).get(KEEPS):
+        return None
+    try:
+        term = Keepers(folder.keepers).newest()
+    except OSError as error:
+        raise NoCluster(f"who keeps the cluster of {folder.root.parent} cannot be told: {error}") from error
+    if term is None or term.has_ended:
+        return None
+    with suppress(NotThisMachine, ValueError):  # ValueError: the file is being written
+        interface_of(term.address)
+        return None
+    return term
+
+
+def named(keeper: Term, folder: ClusterFolder) -> str:
+    with suppress(OSError):
+        silent_s = Keepers(folder.keepers).silent_s(keeper.number)
+        return f"{keeper.name} ({keeper.address}) does, with its last beat {silent_s:.0f} s ago"
+    return f"{keeper.name} ({keeper.address}) does"
+
+
+def agent_pid(folder: ClusterFolder) -> int | None:
+    """The pid of the agent that has the folder now. 0: it is on another machine, which shares the folder."""
+    found = record_of_holder(folder.lock)
+    if found is None or "pid" not in found:
+        return None
+    return found["pid"] if found.get("machine", machine_number()) == machine_number() else 0
+
+
+def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]:
+    """Where a keeper elsewhere answers, and the folder of the credential for it. KeptElsewhere: not to this machine."""
+    told = f"another machine keeps the cluster of {folder.root.parent}, {named(keeper, folder)}: call it there"
+    try:
+        operator = os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
+    except FileNotFoundError:
+        raise KeptElsewhere(f"{told}, or name an operator's credential in {OPERATOR_VARIABLE}") from None
+    if host_of(far) != keeper.address:  # the keeper before had another address
+        raise NotYet(told)
+    return far, operator
+
+
+@asynccontextmanager
+async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
+    output_dir = folder.root.parent
+    keeper, peer = keeper_elsewhere(folder), SCHEDULER
+    try:
+        has_begun = keeper is None or folder.endpoint.exists()
+        fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
+        if keeper is None:
+            endpoint, credential = (typed(str, fields[name], name) for name in ("control", "credential"))
+        else:
+            endpoint, credential = _of_keeper(keeper, typed(str, fields.get("far", ""), "far"), folder)
+        tls = Credentials(Path(credential))
+        if keeper is not None:
+            peer = Identity(tls.identity.cluster, Party.NODE, keeper.name)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        how = "start one with tidegate up n0=8"
+        if folder.is_of_several:
+            how = (
+                "no machine has its turn now; one that stands by begins soon, and else one starts tidegate up --standby"
+            )
+        raise NoCluster(f"no cluster is up in {output_dir}: {how}") from error
+    except (ValueError, KeyError, TypeError, CertsError) as error:
+        raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
+    channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
+    try:
+        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, peer))
+    finally:
+        await channels.close()
