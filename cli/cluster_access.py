@@ -1,4 +1,4 @@
-"""The way to a cluster's API: the agent on this machine, or the machine that keeps the cluster by turns."""
+"""The way to a cluster's API, and to those of its jobs: on this machine, or by the one that keeps the cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
@@ -15,11 +16,14 @@ from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import KEEPS, Keepers, Term
 from tidegate.cluster.machines import host_of
+from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
-from tidegate.launcher.lock import machine_number, record_of_holder
+from tidegate.launcher.control import control_of as control_here
+from tidegate.launcher.lock import machine_number, record_of_holder, runs_elsewhere
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
-from tidegate.v1 import cluster_pb2_grpc
+from tidegate.v1 import cluster_pb2_grpc, control_pb2, control_pb2_grpc
 
 OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
 """Names the folder of an operator's credential, on a machine that does not stand by."""
@@ -84,8 +88,37 @@ def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]
 @asynccontextmanager
 async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
     """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
-    output_dir = folder.root.parent
-    keeper, peer = keeper_elsewhere(folder), SCHEDULER
+    async with _channel_to(folder, keeper_elsewhere(folder)) as channel:
+        yield cluster_pb2_grpc.ClusterStub(channel)
+
+
+@asynccontextmanager
+async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
+    """A stub of the job's Control API, after a first answer. Where another machine keeps the job's cluster, that one
+    passes the calls on. NotRunning: it gives no answer, then or later."""
+    cluster, job = ClusterFolder.of(folder.root.parent), folder.root.name
+    keeper = keeper_elsewhere(cluster)
+    if keeper is None or not runs_elsewhere(folder):
+        async with control_here(folder) as control:
+            yield control
+        return
+    async with _channel_to(cluster, keeper) as channel:
+        control = control_pb2_grpc.ControlStub(channel)
+        try:
+            await control.GetJob(control_pb2.GetJobRequest(job=job))
+            yield control
+        except PeerUnavailable as error:
+            raise NotRunning(f"job {job} gave no answer by {named(keeper, cluster)}; try again") from error
+        except PeerRefused as refused:
+            if refused.error == NotRunning.__name__:
+                raise NotRunning(refused.reason) from refused
+            raise
+
+
+@asynccontextmanager
+async def _channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterator[Any]:
+    """The channel of gRPC. Raises as `cluster_of`."""
+    output_dir, peer = folder.root.parent, SCHEDULER
     try:
         has_begun = keeper is None or folder.endpoint.exists()
         fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
@@ -107,6 +140,6 @@ async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.Cl
         raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
-        yield cluster_pb2_grpc.ClusterStub(channels.connect(endpoint, peer))
+        yield channels.connect(endpoint, peer)
     finally:
         await channels.close()

@@ -13,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cli import cluster, job_streams, jobs, nodes
 from cli import prune as prunes
+from cli.cluster_access import control_of
 from cli.doctor import Finding, Health, examine
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
 from cli.rows import Form, Row, answer_text, show, table, written
@@ -23,7 +24,7 @@ from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
-from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.control import NotRunning
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.v1 import control_pb2
 

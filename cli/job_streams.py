@@ -17,12 +17,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from operator import itemgetter
 
+from cli.cluster_access import control_of
 from cli.jobs import UnknownJob
 from cli.selection import Selection
 from tidegate.attempts import AttemptFolder, attempts_in
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
-from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning, control_of
+from tidegate.launcher.control import FOLLOW_TIMEOUT_S, NotRunning
 from tidegate.launcher.event_file import read_events
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome

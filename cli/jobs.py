@@ -15,12 +15,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from cli.cluster_access import control_of
 from cli.rows import Row, rounded
 from cli.views import failure_text
 from tidegate.codec import decode_layout
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
-from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.control import NotRunning
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import Outcome, role_name, without_phase
@@ -209,7 +210,7 @@ def component_rows(status: control_pb2.GetJobResponse) -> list[Row]:
 
 async def gpu_rows(folder: JobFolder) -> list[Row]:
     async with control_of(folder) as control:
-        answer = await control.ListGpus(control_pb2.ListGpusRequest())
+        answer = await control.ListGpus(control_pb2.ListGpusRequest(job=folder.root.name))
     return gpu_status_rows(answer.gpus)
 
 

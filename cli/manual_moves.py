@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cli import jobs
+from cli.cluster_access import control_of
 from cli.manual_waits import Goal, Place, held_of, until_applied, until_given_back, until_reached
 from cli.rows import Form, Row, answer_text, table, written
 from cli.usage import BadUsage
 from tidegate.codec import decode_layout
 from tidegate.job import JobFolder
-from tidegate.launcher.control import control_of
 from tidegate.launcher.outcome import role_name
 from tidegate.ports.rpc import PeerRefused
 from tidegate.short_lists import counted, first_few

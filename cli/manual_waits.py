@@ -23,10 +23,11 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from cli import job_streams
+from cli.cluster_access import control_of
 from tidegate.codec import decode_layout
 from tidegate.events import is_figure
 from tidegate.job import JobFolder
-from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.control import NotRunning
 from tidegate.launcher.outcome import role_name
 from tidegate.ownership.records import GpuState
 from tidegate.ports.rpc import PeerUnavailable
@@ -168,7 +169,7 @@ async def held_of(folder: JobFolder, gpus: Collection[str]) -> list[str]:
     """Those of the GPUs that a component owns or an open transition holds; none once the job is over."""
     try:
         async with control_of(folder) as control:
-            rows = (await control.ListGpus(control_pb2.ListGpusRequest())).gpus
+            rows = (await control.ListGpus(control_pb2.ListGpusRequest(job=folder.root.name))).gpus
     except (NotRunning, PeerUnavailable):
         if not job_streams.goes_on_or_is_over(folder):
             raise

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from cli import jobs
+from cli.cluster_access import control_of
 from cli.job_streams import goes_on_or_is_over
 from cli.jobs import PLACES_ENDED
 from cli.moves import MOST_MOVES, Moves, moves_of
 from cli.rows import Form, Row, rounded, table, written
 from tidegate.job import JobFolder
-from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.control import NotRunning
 from tidegate.launcher.outcome import Outcome, role_name
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.short_lists import first_few
@@ -99,7 +100,7 @@ async def look(folder: JobFolder, figures: Figures) -> dict[str, Any]:
         after = figures.sequence or max(0, status.applied_sequence - _EVENTS_BACK)
         async for row in control.ListEvents(control_pb2.ListEventsRequest(job=job, after_sequence=after)):
             figures.take(row)
-        answer = await control.ListGpus(control_pb2.ListGpusRequest())
+        answer = await control.ListGpus(control_pb2.ListGpusRequest(job=job))
     others: dict[str, list[str]] = {}
     for gpu in answer.gpus:
         if gpu.transition_id or gpu.state != "owned":

@@ -187,6 +187,13 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
         assert asked.returncode != 0
         assert told in asked.stderr
 
+    # The job's own API is on the keeper's loopback.
+    assert lab.tidegate("describe", "one")["iterations"]
+    assert lab.tidegate("scale", "one", "--rollout", "2", "--wait")["state"] == "committed"
+    assert "rollout" in {each["role"] for each in lab.tidegate("get", "gpus", "one")}
+    assert lab.tidegate("top", "one", "--once")["components"]
+    lab.tidegate("logs", "one", "scheduler", "--tail", "1")
+
     for name in NODES:
         assert_listeners_are_known(lab, name)
         assert_no_secret_is_told(lab, name)

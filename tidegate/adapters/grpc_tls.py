@@ -132,7 +132,7 @@ class Access:
         if caller.party not in callers:
             may = ", ".join(sorted(callers)) or "nobody"
             raise NotAllowed(f"{caller} may not call {method}: {may} may")
-        if caller.party is Party.JOB and own.party is Party.JOB and caller.name != own.name:
+        if caller.party is Party.JOB and own.party is not Party.SCHEDULER and caller != own:
             raise NotAllowed(f"{caller} may not call {method} of {own}: a job reaches its own processes alone")
 
 

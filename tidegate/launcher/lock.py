@@ -32,6 +32,12 @@ def launcher_pid(folder: JobFolder) -> str | None:
     return held_by(folder.root / LOCK)
 
 
+def runs_elsewhere(folder: JobFolder) -> bool:
+    """Whether a launcher on another machine runs the job."""
+    record = record_of_holder(folder.root / LOCK) or {}
+    return record.get("machine", machine_number()) != machine_number()
+
+
 def lives_here(record: dict[str, int]) -> bool:
     """Whether the holder of a lock on shared storage is a process of this machine that lives. The record of another
     machine may be older than its hold."""

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
+from services.scheduler.cluster.job_control import jobs_control
 from services.scheduler.cluster.loop import BEAT_S, ClusterLoop, KeptQueueAway
 from services.scheduler.shell.control import write_endpoint
 from tidegate.adapters.grpc_client import Channels
@@ -72,7 +73,7 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         far = ""
         if cluster.node_credentials:
             for_others = Credentials(Path(cluster.node_credentials))
-            far_server = await serve([served], f"{cluster.address}:0", tls=for_others)
+            far_server = await serve([served, jobs_control(folder.root.parent)], f"{cluster.address}:0", tls=for_others)
             closing.push_async_callback(lambda: far_server.stop(grace_s=STOP_GRACE_S))
             far = far_server.endpoint
         write_endpoint(
