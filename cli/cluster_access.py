@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from cli.contexts import operator_of
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
@@ -77,9 +78,11 @@ def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]
     """Where a keeper elsewhere answers, and the folder of the credential for it. KeptElsewhere: not to this machine."""
     told = f"another machine keeps the cluster of {folder.root.parent}, {named(keeper, folder)}: call it there"
     try:
-        operator = os.environ.get(OPERATOR_VARIABLE) or folder.operator.read_text()
+        named_here = os.environ.get(OPERATOR_VARIABLE) or operator_of(folder.root.parent)
+        operator = str(named_here or folder.operator.read_text())
     except FileNotFoundError:
-        raise KeptElsewhere(f"{told}, or name an operator's credential in {OPERATOR_VARIABLE}") from None
+        how = f"name an operator's credential in {OPERATOR_VARIABLE}, or in a context (tidegate context add --help)"
+        raise KeptElsewhere(f"{told}, or {how}") from None
     if host_of(far) != keeper.address:  # the keeper before had another address
         raise NotYet(told)
     return far, operator

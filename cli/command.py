@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import backup, certs, cluster, job_commands, manual_arguments, manual_moves, nodes, scaling
+from cli import backup, certs, cluster, contexts, job_commands, manual_arguments, manual_moves, nodes, scaling
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -82,6 +82,8 @@ def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespac
     if config is not None:
         # argparse takes only the words before the first flag: add those after it, as in `run a.yaml --resume seed=1`.
         config += rest
+    if "usual_output_dir" in args:
+        contexts.settle(args)
     return args
 
 
@@ -143,6 +145,8 @@ def _run(args: argparse.Namespace) -> int:
             return asyncio.run(events)
         case "logs":
             return asyncio.run(job_commands.logs(args, output_dir, form))
+        case "context":
+            return contexts.context(args, output_dir, form)
         case "certs":
             return certs.certs(args, form)
         case "prune":
@@ -187,14 +191,19 @@ def _parser() -> Parser:
         added.add_argument(
             "-o", dest="form", choices=[form.value for form in Form], default="table", help="form of the output"
         )
-        default = output_dir or "as the config says"
-        where = f"the folder of the jobs' folders, relative to the one you type this in (default: {default})"
-        added.add_argument("--output-dir", default=output_dir, help=where)
+        _add_output_dir(added, output_dir)
+        return added
+
+    def on_jobs(name: str, description: str, *, output_dir: str | None = OUTPUT_DIR) -> argparse.ArgumentParser:
+        added = command(name, description, output_dir=output_dir)
+        contexts.add_flag(added)
         return added
 
     demo = command("demo", "Run the demo: one job under static and under tide, from nothing to a comparison.")
     _add_run_arguments(demo, command("run", "Run a job.", output_dir=None))
-    _add_cluster_commands(command)
+    _add_cluster_commands(on_jobs)
+    agent = command("agent", "Lend this machine's nodes to jobs that are started on another one.", output_dir=None)
+    cluster.add_agent_arguments(agent)
     simulation.add_commands(commands)
     commands.add_parser("schema", help=_SCHEMA, description=_SCHEMA).set_defaults(form="json", output_dir="")
     completion = commands.add_parser("completion", help=_COMPLETION, description=_COMPLETION)
@@ -202,7 +211,7 @@ def _parser() -> Parser:
     completion.set_defaults(form="table", output_dir="", script=script)
     doctor = command("doctor", "Check whether this machine has everything that a job needs.", output_dir=None)
     doctor.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="the job, as for `run` (default: any)")
-    get = command("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
+    get = on_jobs("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "nodes", "deadletters"])
     get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
     get.add_argument("-w", "--watch", action="store_true", help="show it again as it changes, until Ctrl-C")
@@ -212,7 +221,7 @@ def _parser() -> Parser:
         ("logs", "Print a job's logs."),
         ("cancel", "End a live job. Its checkpoints stay."),
     ):
-        command(name, description).add_argument("job", metavar="JOB")
+        on_jobs(name, description).add_argument("job", metavar="JOB")
     help_ = "of a cluster, after the word node: describe node n1"
     commands.choices["describe"].add_argument("node", nargs="?", metavar="NODE", help=help_)
     which = commands.choices["logs"].add_mutually_exclusive_group()
@@ -224,15 +233,16 @@ def _parser() -> Parser:
         add_flags(commands.choices[name], of_events=name == "events")
     commands.choices["logs"].add_argument("source", nargs="?", default="", help="scheduler, actor@n0, ...; default all")
     commands.choices["cancel"].add_argument("--reason", default="", help="a text that stands with the job's end")
-    _add_explaining(command, commands)
-    manual_arguments.add_commands(command)
-    prune = command("prune", "List what the stores of ended jobs take (servers/), and remove them with --yes.")
+    _add_explaining(on_jobs, commands)
+    manual_arguments.add_commands(on_jobs)
+    prune = on_jobs("prune", "List what the stores of ended jobs take (servers/), and remove them with --yes.")
     prune.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
     prune.add_argument("--yes", action="store_true", help="remove them; without it, only list them")
     help_ = "also those of failed, cancelled, interrupted and killed jobs, which then resume from a checkpoint"
     prune.add_argument("--resumable", action="store_true", help=help_)
     certs.add_command(command)
-    dead_letter = command("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
+    contexts.add_command(command)
+    dead_letter = on_jobs("deadletter", "Deliver a dead letter again, or drop it. The job then goes on.")
     dead_letter.add_argument("verb", choices=["replay", "drop"])
     dead_letter.add_argument("job", metavar="JOB")
     dead_letter.add_argument("id", type=int, metavar="ID")
@@ -259,8 +269,6 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     for each in (back_up, restore):
         each.add_argument("file", type=Path, metavar="FILE", help="the backup")
-    agent = command("agent", "Lend this machine's nodes to jobs that are started on another one.", output_dir=None)
-    cluster.add_agent_arguments(agent)
     submit = command("submit", "Put a job into the cluster's queue.", output_dir=None)
     _add_config(submit)
     submit.add_argument("--priority", type=int, default=0, help="jobs with a higher one go first (default: 0)")
@@ -269,6 +277,14 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
     wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
     wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")
+
+
+def _add_output_dir(command: argparse.ArgumentParser, usual: str | None) -> None:
+    """`usual`: the folder where none is named. None: the config says it."""
+    default = usual or "as the config says"
+    where = f"the folder of the jobs' folders, relative to the one you type this in (default: {default})"
+    command.add_argument("--output-dir", metavar="FOLDER", help=where)
+    command.set_defaults(usual_output_dir=usual)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
@@ -304,8 +320,8 @@ def _add_explaining(
         help="a trace for ui.perfetto.dev (default), a page that needs nothing besides itself, or JSON",
     )
     lanes.add_argument("--attempt", type=_count, metavar="N", help="the job's start N (default: the last)")
-    where = "the folder of the jobs' folders, relative to the one you type this in (default: jobs)"
-    lanes.add_argument("--output-dir", default=OUTPUT_DIR, help=where)
+    _add_output_dir(lanes, OUTPUT_DIR)
+    contexts.add_flag(lanes)
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,98 @@
+"""`tidegate context`, and what `--cluster` stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.command import execute
+from cli.contexts import operator_of
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("TIDEGATE_CLUSTER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "jobs").mkdir()
+    return tmp_path / "config" / "tidegate" / "contexts"
+
+
+def test_a_context_stands_for_the_folder_of_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["context", "add", "one", "--output-dir", "lab"]) == 0
+    assert execute(["get", "jobs", "--cluster", "one"]) == 0
+    assert f"no jobs in {tmp_path / 'lab'}" in capsys.readouterr().out
+    assert execute(["context", "list", "-o", "yaml"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == [
+        {"context": "one", "output_dir": str(tmp_path / "lab"), "operator": None}
+    ]
+    assert execute(["context", "remove", "one"]) == 0
+    assert execute(["get", "jobs", "--cluster", "one"]) == 2
+    assert "there is no context one; there: none" in capsys.readouterr().err
+
+
+def test_what_is_named_goes_before_the_variable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_CLUSTER", "one")
+    (tmp_path / "other").mkdir()
+    for name, folder in (("one", "lab"), ("two", "other")):
+        assert execute(["context", "add", name, "--output-dir", folder]) == 0
+    for words, folder in (([], "lab"), (["--cluster", "two"], "other"), (["--output-dir", "jobs"], "jobs")):
+        capsys.readouterr()
+        assert execute(["get", "jobs", *words]) == 0
+        assert capsys.readouterr().out.strip() == f"no jobs in {tmp_path / folder}"
+
+
+def test_a_context_has_the_credential_for_its_folder(tmp_path: Path) -> None:
+    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.VIEWER, "me"), tmp_path / "cred-me")
+    assert execute(["context", "add", "one", "--output-dir", "lab", "--operator", "cred-me"]) == 0
+    assert operator_of(tmp_path / "lab") == tmp_path / "cred-me"
+    assert operator_of(tmp_path / "jobs") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "get jobs --cluster none",
+            "there is no context none; there: damaged, extra, half, relative. tidegate context",
+        ),
+        ("get jobs --cluster ../x", "'../x' is no name of a context: lower-case letters, digits and inner hyphens"),
+        ("get jobs --cluster damaged", "cannot be used: it is no YAML"),
+        ("get jobs --cluster extra", "cannot be used: it has address, and only output_dir and operator have a meaning"),
+        ("get jobs --cluster half", "cannot be used: it has no output_dir"),
+        ("get jobs --cluster relative", "cannot be used: output_dir is no whole path"),
+        ("get jobs --cluster half --output-dir lab", "--cluster half and --output-dir lab: give one of them"),
+        ("context add", "context add needs a NAME"),
+        ("context remove none", "there is no context none"),
+        ("context add one --output-dir nowhere", "there is no such folder; give that of the cluster's jobs"),
+        ("context add one --output-dir lab --operator lab", "--operator: "),
+        (
+            "context add one --output-dir lab --operator node",
+            "of node/a of cluster lab: commands need an operator's or",
+        ),
+        ("run x.yaml --cluster half", "run takes no --cluster"),
+    ],
+)
+def test_a_context_that_cannot_be_used_is_refused(
+    words: str, told: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.NODE, "a"), tmp_path / "node")
+    files.mkdir(parents=True)
+    texts = {
+        "damaged": "a: [",
+        "extra": "output_dir: /a\naddress: b",
+        "half": "operator: /a",
+        "relative": "output_dir: a",
+    }
+    for name, text in texts.items():
+        (files / f"{name}.yaml").write_text(text)
+    assert execute(words.split()) == 2
+    assert told in capsys.readouterr().err
+    assert not (files / "one.yaml").exists()
