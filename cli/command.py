@@ -54,9 +54,9 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return code
     except (BadUsage, ConfigError, UnknownJob) as error:
         return _say(error, code=BAD_USAGE)
-    except PeerRefused as refused:
-        return _say(refused.reason, code=FAILED)
-    except (NotRunning, NotMoved, NotRecorded, cluster.NotUp, PeerUnavailable, ValueError) as error:
+    except (PeerRefused, PeerUnavailable) as error:
+        return _say(error.reason, code=FAILED)
+    except (NotRunning, NotMoved, NotRecorded, cluster.NotUp, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:
         # The reader has left (`| head`): nothing more can be written, at exit neither.

@@ -132,7 +132,7 @@ class FarMachines:
         try:
             return await self._asked(each)
         except _SILENT as error:
-            self._note(each, f"it does not answer: {error}")
+            self._note(each, _silence(error))
         except asyncio.CancelledError:
             # The call was cut off by a look on a new connection. Else this task itself is cancelled.
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -149,7 +149,7 @@ class FarMachines:
             if not fault:
                 await self._asked(each)
         except _SILENT as error:
-            fault = f"it does not answer: {error}"
+            fault = _silence(error)
         self._note(each, fault)
 
     async def _connect(self, each: _Far) -> None:
@@ -174,6 +174,10 @@ class FarMachines:
             self._log.info("machine is away" if reason else "machine is there", name=each.section.name, reason=reason)
         if before == _UNASKED or bool(before) != bool(reason):
             self._changed()
+
+
+def _silence(error: PeerUnavailable | PeerRefused | WireError) -> str:
+    return f"it does not answer: {error if isinstance(error, WireError) else error.reason}"
 
 
 def _kind(reason: str) -> str:

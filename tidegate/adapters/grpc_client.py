@@ -85,13 +85,26 @@ class _Calls:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         what = f"{method} at {self._endpoint}"
         if failure.code() in _NO_ANSWER:
+            silence = f"gave no answer within {details.timeout:g} s"
             return PeerUnavailable(
-                f"{what} gave no answer within {details.timeout:g} s ({failure.code().name}: {failure.details()})"
+                f"{what} {silence} ({failure.code().name}: {failure.details()})",
+                reason=_reason(self._endpoint, str(failure.details()), silence),
             )
         trailing: Any = failure.trailing_metadata() or ()
         errors = [str(value) for key, value in trailing if key == ERROR_METADATA]
         reason, status = str(failure.details()), failure.code().name
         return PeerRefused(f"{what}: {reason}", reason=reason, status=status, error=errors[0] if errors else "")
+
+
+def _reason(endpoint: str, told: str, silence: str) -> str:
+    """What gRPC told of a call without an answer, in words for people."""
+    if "Connection refused" in told:
+        return f"nothing listens at {endpoint}"
+    if any(words in told for words in ("No route to host", "unreachable", "Connection timed out")):
+        return f"{endpoint} cannot be reached"
+    if "SSL_ERROR_SSL" in told or "Hostname Verification" in told:
+        return f"who listens at {endpoint} has another one's certificate, or one of another authority"
+    return f"{endpoint} {silence}"
 
 
 class _UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # no generic at run time

@@ -42,7 +42,7 @@ class Treatment(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Submission:
     """`starts` counts how often it was placed, under earlier submissions too, and names the present start.
-    `interruptions`: how many of its starts were interrupted while their agent lived. `end` says how it ended: one of a
+    `interruptions`: how many of its starts in a row were interrupted while their agent lived. `end` says how it ended: one of a
     run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first.
     `leaves`: why its start is interrupted, so that it goes on elsewhere; empty: it is not."""
 
@@ -66,6 +66,8 @@ class Submission:
     leaves: str = ""
     node_bytes: int = 0
     """The host memory that it needs on each of its nodes."""
+    since_unix_ms: int = 0
+    """When it was placed. While it waits: when it may go on after its last interruption."""
 
     def __post_init__(self) -> None:
         if bool(self.gpus) != self.is_placed:
@@ -111,5 +113,6 @@ class Submission:
             # Records of earlier releases have none.
             leaves=typed(str, fields.get("leaves", ""), "leaves"),
             node_bytes=whole_number(fields.get("node_bytes", 0), "node_bytes"),
+            since_unix_ms=whole_number(fields.get("since_unix_ms", 0), "since_unix_ms"),
             **texts,
         )

@@ -91,7 +91,7 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
     for machine, each in zip(cluster.machines, found, strict=True):
         if isinstance(each, PeerUnavailable | PeerRefused):
             silent.append(
-                f"cluster.machines: {machine.name}: {each}; start it there: tidegate agent --listen {machine.agent} "
+                f"cluster.machines: {machine.name}: {each.reason}; start it there: tidegate agent --listen {machine.agent} "
                 "--credentials FOLDER"
             )
         elif isinstance(each, BaseException):

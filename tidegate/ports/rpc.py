@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class PeerUnavailable(ConnectionError):
-    """The peer gave no answer within the deadline. The outcome is unknown; a command may be sent again."""
+    """The peer gave no answer within the deadline. The outcome is unknown; a command may be sent again.
+
+    The text names the call, for logs. `reason` is for people."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class PeerRefused(RuntimeError):

@@ -299,7 +299,8 @@ class ClusterLoop:
         away = {NodeId(each.node): each.seconds for each in seen.away}
         free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
         lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S}
-        cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory)
+        now = await self.store.now_unix_ms()
+        cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory, now)
         step = next_step(before.values(), cluster)
         if step.changed:
             await self.store.write_submissions(

@@ -4,7 +4,8 @@ The queue goes by priority, then by age. Its head waits for its GPUs, and nobody
 ever behind small ones.
 
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
-its checkpoint. After `MAX_INTERRUPTIONS` it ends interrupted. The end of an agent, as by `tidegate down`, is none.
+its checkpoint: at once after the first interruption, later each time after further ones. After `MAX_INTERRUPTIONS` in a
+row it ends interrupted. The end of an agent, as by `tidegate down`, is none, and a start that lasted ends the row.
 
 On each of its nodes a job needs host memory too. The ledger of a machine is what its jobs need of it, and a job waits
 for room there as for GPUs.
@@ -21,6 +22,7 @@ Invariants:
 - No GPU has two jobs. [test_queue: no_gpu_has_two_jobs]
 - Jobs of a machine need no more host memory than it has. [test_queue: no_gpu_has_two_jobs]
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
+- A job that is interrupted at once is started later each time. [test_queue: started_later_each_time]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
 - A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
 - Nor does one whose machine is away for long. [test_queue: job_whose_machine_is_away_for_long_goes_on]
@@ -46,6 +48,8 @@ KEPT = 256
 """The records of ended jobs that stay. The folders of the jobs have the rest."""
 MAX_INTERRUPTIONS = 5
 """A job that ends its launcher again and again would repeat its last iteration for ever."""
+LASTED_S = 600.0
+"""A start that ran for so long is none that ends again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Cluster:
     - `ran`: the last start of each job.
     - `drained`: nodes that get no jobs.
     - `lost`: those whose machines are away for long.
+    - `now_unix_ms`: by the store's clock.
     """
 
     nodes: Mapping[NodeId, int]
@@ -77,6 +82,7 @@ class Cluster:
     drained: Collection[NodeId] = ()
     lost: Collection[NodeId] = ()
     memory: tuple[HostMemory, ...] = ()
+    now_unix_ms: int = 0
 
     def leaves_for(self, submission: Submission) -> str:
         """Why the job cannot stay on its GPUs. Empty: it can."""
@@ -145,7 +151,7 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         case SubmissionState.RUNNING if ran is None:
             # Whether it has begun, the next agent finds out.
             first = each.treatment if each.treatment is Treatment.FORCE else Treatment.RESUME
-            return _again(each, "its machine's agent ended", interruptions=each.interruptions, treatment=first)
+            return _again(each, "its machine's agent ended", cluster, interruptions=each.interruptions, treatment=first)
     assert ran is not None, "the cases above have those without one"
     leaves = each.leaves or cluster.leaves_for(each)
     if ran.end is None:
@@ -153,16 +159,19 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         return replace(each, state=SubmissionState.RUNNING, message=told, leaves=leaves)
     if ran.end is End.INTERRUPTED:
         treatment = Treatment.RESUME if ran.has_begun else each.treatment
-        num_before = each.interruptions
-        return _again(each, leaves or ran.message, interruptions=num_before + (not leaves), treatment=treatment)
+        has_lasted = cluster.now_unix_ms - each.since_unix_ms >= LASTED_S * 1e3
+        interruptions = each.interruptions if leaves else 1 + (0 if has_lasted else each.interruptions)
+        return _again(each, leaves or ran.message, cluster, interruptions=interruptions, treatment=treatment)
     return _ended(each, ran.end, ran.message)
 
 
-def _again(each: Submission, why: str, *, interruptions: int, treatment: Treatment = Treatment.RESUME) -> Submission:
+def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, treatment: Treatment) -> Submission:
     if each.is_cancelled:
         return _ended(each, End.CANCELLED, why)
     if interruptions >= MAX_INTERRUPTIONS:
         return _ended(each, End.INTERRUPTED, f"{why}; not started again after {interruptions} interruptions")
+    # One that does not count, as by a drain, leaves their number as it is.
+    wait_s = 0 if interruptions in (1, each.interruptions) else 2 ** (interruptions - 1)
     return replace(
         each,
         state=SubmissionState.QUEUED,
@@ -171,6 +180,7 @@ def _again(each: Submission, why: str, *, interruptions: int, treatment: Treatme
         interruptions=interruptions,
         message=f"to go on, after: {why}",
         leaves="",
+        since_unix_ms=cluster.now_unix_ms + wait_s * 1000,
     )
 
 
@@ -190,10 +200,17 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
         if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
             every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {_there(cluster)}")
             continue
-        if gpus is None:
+        if gpus is None or cluster.now_unix_ms < each.since_unix_ms:
             break
         room = room.without((gpus, each.node_bytes))
-        every[each.job] = replace(each, state=SubmissionState.PLACED, gpus=gpus, starts=each.starts + 1, message="")
+        every[each.job] = replace(
+            each,
+            state=SubmissionState.PLACED,
+            gpus=gpus,
+            starts=each.starts + 1,
+            message="",
+            since_unix_ms=cluster.now_unix_ms,
+        )
     return list(every.values())
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
+from services.scheduler.cluster.queue import KEPT, LASTED_S, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
 from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import HostMemory, cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -89,6 +89,28 @@ def test_a_job_that_is_interrupted_again_and_again_ends_but_the_end_of_an_agent_
     found = after([last], cluster(a=Ran(9, End.INTERRUPTED, "power")))["a"]
     assert (found.end, found.message) == ("interrupted", "power; not started again after 5 interruptions")
     assert after([last], cluster())["a"].state is PLACED
+
+
+def test_a_job_that_ends_at_once_is_started_later_each_time() -> None:
+    job, now_ms, waits_s = submitted("a"), 0, []
+    while job.state is not ENDED:
+        asked_ms = now_ms
+        job = after([job], Cluster(NODES, ALL, {}, now_unix_ms=now_ms))["a"]
+        while job.state is QUEUED:
+            now_ms += 1000
+            job = after([job], Cluster(NODES, ALL, {}, now_unix_ms=now_ms))["a"]
+        waits_s.append((now_ms - asked_ms) / 1000)
+        ran = {job.job: Ran(job.starts, End.INTERRUPTED, "power")}
+        job = after([job], Cluster(NODES, (), ran, now_unix_ms=now_ms))["a"]
+    assert waits_s == [0, 0, 2, 4, 8]
+    assert len(waits_s) == MAX_INTERRUPTIONS
+
+
+def test_a_start_that_lasted_is_none_that_ends_again_and_again() -> None:
+    last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1, since_unix_ms=1000)
+    ran = {last.job: Ran(9, End.INTERRUPTED, "power")}
+    late = after([last], Cluster(NODES, (), ran, now_unix_ms=1000 + int(LASTED_S * 1000)))["a"]
+    assert (late.state, late.interruptions) == (QUEUED, 1)
 
 
 def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobody_up() -> None:
