@@ -1,13 +1,13 @@
-"""`tidegate up`, `down`, `submit`, `wait`: a cluster that stays on this machine, and its queue of jobs.
+"""`tidegate up`, `down`, `submit`: a cluster that stays on this machine, and jobs for it.
 
-The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. `get jobs` and `cancel` ask it too, where one is
-up.
+The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. What asks its queue is in `cli.cluster_queue`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import select
@@ -16,21 +16,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from cli.cluster_access import KeptElsewhere, NoCluster, NotYet, agent_pid, cluster_of, keeper_elsewhere, named
-from cli.jobs import UnknownJob
-from cli.rows import Form, Row, answer_text, show
+from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named
+from cli.cluster_queue import row_of, until_ended
+from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import KEEPS, SILENT_S, Term
+from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
+from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
@@ -48,12 +49,7 @@ from tidegate.v1 import cluster_pb2
 UP_TIMEOUT_S = 60.0
 """It takes 2 s. A store with a long history is read again first."""
 DOWN_TIMEOUT_S = 120.0
-ANSWER_S = 15.0
-"""The scheduler is started again within a second, and takes 2 s on an idle machine."""
-NEXT_KEEPER_S = SILENT_S + 60.0
-"""Another machine takes over, starts its servers, and reads the queue."""
 _LOOK_AGAIN_S = 0.05
-_FOLLOW_S = 0.5
 MOST_SLOTS = 1024
 
 
@@ -208,8 +204,10 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             raise NotUp(f"--gate-root and --output-dir have to be folders that can be written: {error}") from error
         from tidegate.launcher.claim import write_private
 
+        cluster = _digest(slots, machine_by_node, args.machine)
+        _check_keeper(folder, own_name, cluster)
         write_private(folder.operator, machines.credentials)
-        words += ["--keeper", own_name]
+        words += ["--keeper", own_name, "--cluster", cluster]
         if args.node_credentials:
             words += ["--node-credentials", str(args.node_credentials.resolve())]
     elif folder.is_of_several:
@@ -219,10 +217,16 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
                 f"or end it there; if that machine is lost, remove {folder.link}"
             )
         folder.keep_alone()
-    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.check_writing()
+    except OSError as error:
+        raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error
+    text = ", ".join(f"{node} with {count} slots" for node, count in slots.nodes.items())
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
     if args.foreground:
+        print(f"tidegate: the cluster of {output_dir} begins: {text}; SIGTERM ends it", file=sys.stderr, flush=True)
         os.execve(command[0], command, env)
     log = (folder.state if args.standby else folder.logs) / "agent.out"
     log.unlink(missing_ok=True)
@@ -231,14 +235,37 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
     keeper = _until_up(folder, agent, log)
-    text = ", ".join(f"{node} with {count} slots" for node, count in slots.nodes.items())
     answer = {"folder": str(output_dir), "agent": agent.pid, "keeper": own_name or "this machine", **asdict(slots)}
     told = f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit"
     if keeper is not None:
         answer["keeper"] = keeper.name
         told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
+    else:
+        with suppress(OSError):
+            for fault in KeptQueue(folder.queue).read().faults:
+                print(f"tidegate: {fault}: the queue goes on without it", file=sys.stderr)
     print(answer_text(answer, told, form))
     return 0
+
+
+def _digest(slots: Slots, machine_by_node: Mapping[NodeId, str], machines: Iterable[str]) -> str:
+    """What has to be the same on all machines that may keep a cluster, as a short text."""
+    text = json.dumps([asdict(slots), machine_by_node, sorted(machines)], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _check_keeper(folder: ClusterFolder, own_name: str, cluster: str) -> None:
+    """NotUp where another machine keeps the cluster now, and was told of other nodes or machines."""
+    with suppress(OSError):
+        keepers = Keepers(folder.keepers)
+        term = keepers.newest()
+        if term is None or term.has_ended or term.name == own_name or not term.is_other_than(cluster):
+            return
+        if keepers.silent_s(term.number) < SILENT_S:
+            raise NotUp(
+                f"{term.name} ({term.address}) keeps the cluster of {folder.root.parent} with other nodes or machines: "
+                "give the same NODE=SLOTS and --machine on all machines, or end it on all and start it anew"
+            )
 
 
 def _until_up(folder: ClusterFolder, agent: subprocess.Popen[bytes], log: Path) -> Term | None:
@@ -347,110 +374,5 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
     if not follow:
         return 0
-    (ended,) = await _until_ended(folder, {found.job})
+    (ended,) = await until_ended(folder, {found.job})
     return int(ended.end != "finished")
-
-
-async def wait(jobs: Collection[str], output_dir: Path, form: Form) -> int:
-    """Waits for the end of these jobs, or of all, those that come meanwhile too. The exit code: 1 where one of them has
-    not finished. NoCluster, UnknownJob."""
-    folder = ClusterFolder.of(output_dir)
-    known = await _listed(folder)
-    if unknown := sorted({*jobs}.difference(each.job for each in known)):
-        has = ", ".join(sorted(each.job for each in known)) or "none"
-        raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
-    ended = await _until_ended(folder, jobs)
-    rows = [row_of(each) for each in ended]
-    empty = f"all jobs of the cluster of {output_dir} have ended"
-    show(rows, ("job", "state", "starts", "message"), form=form, out=sys.stdout, empty=empty)
-    return int(any(each.end != "finished" for each in ended))
-
-
-async def _until_ended(folder: ClusterFolder, jobs: Collection[str]) -> list[cluster_pb2.Submission]:
-    """These jobs, or all that have not ended, once none is left. Each change is told on stderr. NoCluster: the cluster
-    ended, or has forgotten a job."""
-    seen: dict[str, cluster_pb2.Submission] = {}
-    patience_s = NEXT_KEEPER_S if folder.is_of_several else ANSWER_S
-    while True:
-        there = await _listed(folder, patience_s=patience_s)
-        if gone := sorted({*jobs}.difference(each.job for each in there)):
-            raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
-        for each in there:
-            if each.job in jobs or (not jobs and (each.job in seen or each.state != "ended")):
-                if (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else ""):
-                    print(f"tidegate: job {each.job} {told}", file=sys.stderr)
-                seen[each.job] = each
-        if all(each.state == "ended" for each in seen.values()):
-            return list(seen.values())
-        await asyncio.sleep(_FOLLOW_S)
-
-
-def _told(each: cluster_pb2.Submission) -> str:
-    state = each.end or f"is {each.state}"
-    return f"{state}: {each.message}" if each.message or each.end else state
-
-
-@contextmanager
-def _or_none() -> Iterator[None]:
-    try:
-        yield
-    except KeptElsewhere as error:
-        print(f"tidegate: {error}", file=sys.stderr)
-    except NoCluster:
-        pass
-
-
-async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
-    """Those of the cluster of this folder; none where no cluster is up. Another machine that keeps it is told."""
-    with _or_none():
-        return await _listed(ClusterFolder.of(output_dir))
-    return []
-
-
-async def _listed(folder: ClusterFolder, *, patience_s: float = ANSWER_S) -> list[cluster_pb2.Submission]:
-    """All jobs. A scheduler that died is there again within seconds: it is asked until then. NoCluster."""
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        try:
-            async with cluster_of(folder) as cluster:
-                return list((await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions)
-        except PeerUnavailable as error:
-            if agent_pid(folder) is None and keeper_elsewhere(folder) is None:
-                raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
-            if time.monotonic() > deadline_s:
-                raise
-        except NoCluster as error:
-            is_between_keepers = patience_s > ANSWER_S and (isinstance(error, NotYet) or type(error) is NoCluster)
-            if not is_between_keepers or time.monotonic() > deadline_s:
-                raise
-        await asyncio.sleep(_LOOK_AGAIN_S)
-
-
-async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
-    """Those of the cluster of this folder; none where no cluster is up. Another machine that keeps it is told."""
-    with _or_none():
-        async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-            return await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
-    return cluster_pb2.ListClusterGpusResponse()
-
-
-async def cancelled(output_dir: Path, job: str) -> bool:
-    """Cancels a job of the cluster. False: no cluster is up, or it does not have the job."""
-    if not any(each.job == job and each.state != "ended" for each in await submissions(output_dir)):
-        return False
-    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-        await cluster.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=job))
-    return True
-
-
-def row_of(each: cluster_pb2.Submission) -> Row:
-    return {
-        "job": each.job,
-        "state": each.end or each.state,
-        "priority": each.priority,
-        "gpus": list(each.gpus),
-        "num_gpus": each.num_gpus,
-        "node_bytes": each.node_bytes,
-        "starts": each.num_starts,
-        "message": each.message,
-    }

@@ -18,7 +18,18 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from cli import backup, certs, cluster, contexts, job_commands, manual_arguments, manual_moves, nodes, scaling
+from cli import (
+    backup,
+    certs,
+    cluster,
+    cluster_queue,
+    contexts,
+    job_commands,
+    manual_arguments,
+    manual_moves,
+    nodes,
+    scaling,
+)
 from cli.completion import bash_script
 from cli.jobs import UnknownJob, job_folder
 from cli.manual_arguments import manner_of
@@ -110,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         case "submit":
             return cluster.submit(args, form)
         case "wait":
-            return asyncio.run(cluster.wait(args.jobs, output_dir, form))
+            return asyncio.run(cluster_queue.wait(args.jobs, output_dir, form))
         case "up":
             return cluster.up(args, output_dir, form)
         case "down":

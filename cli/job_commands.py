@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cli import cluster, job_streams, jobs, nodes
+from cli import cluster_queue, job_streams, jobs, nodes
 from cli import prune as prunes
 from cli.cluster_access import control_of
 from cli.doctor import Finding, Health, examine
@@ -60,15 +60,15 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
         return 0
     if what == "nodes":
-        rows = nodes.node_rows(await cluster.gpus(output_dir), await cluster.submissions(output_dir), names)
+        rows = nodes.node_rows(await cluster_queue.gpus(output_dir), await cluster_queue.submissions(output_dir), names)
         show(rows, nodes.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
         return 0
     folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []
-    if what == "gpus" and not names and (shared := (await cluster.gpus(output_dir)).gpus):
+    if what == "gpus" and not names and (shared := (await cluster_queue.gpus(output_dir)).gpus):
         # The jobs of a cluster have one map, and its scheduler knows it.
         rows = jobs.gpu_status_rows(shared)
-        own = {each.job for each in await cluster.submissions(output_dir)}
+        own = {each.job for each in await cluster_queue.submissions(output_dir)}
         folders = [folder for folder in folders if folder.root.name not in own]
     for folder in folders:
         rows += await _rows_of(what, folder, is_named=bool(names))
@@ -95,7 +95,13 @@ def prune(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 
 async def describe(job: str, output_dir: Path, form: Form) -> int:
-    found = await jobs.describe(jobs.job_folder(output_dir, job))
+    try:
+        folder = jobs.job_folder(output_dir, job)
+    except jobs.UnknownJob:
+        if not await _described_by_queue(job, output_dir, form):
+            raise
+        return 0
+    found = await jobs.describe(folder)
     moves = moves_of(jobs.job_folder(output_dir, job))
     rows, status = [moves.with_moves(row) for row in jobs.iteration_rows(found)], found.status
     move_rows = [each.row() for each in moves.moves if each.is_move][-MOST_MOVES:]
@@ -139,6 +145,16 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
     return 0
 
 
+async def _described_by_queue(job: str, output_dir: Path, form: Form) -> bool:
+    """Whether the queue has a job that has no folder: it waits, or ended before it began."""
+    for each in await cluster_queue.submissions(output_dir):
+        if each.job == job:
+            text = f"job {job}: {each.end or each.state}" + (f" ({each.message})" if each.message else "")
+            print(answer_text(cluster_queue.row_of(each), text, form))
+            return True
+    return False
+
+
 async def events(job: str, chosen: Selection, output_dir: Path, form: Form, *, follow: bool) -> int:
     folder = jobs.job_folder(output_dir, job)
     async for row in job_streams.chosen_events(folder, chosen, follow=follow):
@@ -162,12 +178,14 @@ async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 
 async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
-    if not await cluster.cancelled(output_dir, job):
+    found = await cluster_queue.cancelled(output_dir, job)
+    if found is None:
         async with control_of(jobs.job_folder(output_dir, job)) as control:
             await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
-    print(
-        answer_text({"job": job, "asked": "cancel"}, f"job {job}: asked to end; its launcher leaves when it has", form)
-    )
+    how = "asked to end; its launcher leaves when it has"
+    if found is not None and found.state == "queued":
+        how = "taken out of the queue"
+    print(answer_text({"job": job, "asked": "cancel"}, f"job {job}: {how}", form))
     return 0
 
 
@@ -185,19 +203,23 @@ async def settle_dead_letter(verb: str, job: str, letter: int, output_dir: Path,
 
 
 async def _job_rows(names: list[str], output_dir: Path) -> list[Row]:
-    """The jobs that have a folder, and those of a cluster that wait or start."""
-    submitted = await cluster.submissions(output_dir)
+    """The jobs that have a folder, and those of a cluster that have none: they wait, start, or never began."""
+    submitted = {each.job: each for each in await cluster_queue.submissions(output_dir)}
+    there = jobs.job_folders(output_dir, is_needed=not submitted)
+    has_folder = {folder.root.name for folder in there}
     rows: dict[str, Row] = {
-        each.job: dict.fromkeys(jobs.JOB_COLUMNS) | {"job": each.job, "state": each.state, "message": each.message}
-        for each in submitted
-        if each.state in ("queued", "placed") and (not names or each.job in names)
+        job: dict.fromkeys(jobs.JOB_COLUMNS) | {"job": job, "state": each.end or each.state, "message": each.message}
+        for job, each in submitted.items()
+        if (each.state in ("queued", "placed") or job not in has_folder) and (not names or job in names)
     }
     if names:
-        folders = [jobs.job_folder(output_dir, name) for name in names if name not in rows]
-    else:
-        folders = [each for each in jobs.job_folders(output_dir) if each.root.name not in rows]
-    for folder in folders:
-        rows[folder.root.name] = await jobs.job_row(folder)
+        there = [jobs.job_folder(output_dir, name) for name in names if name not in rows]
+    for folder in there:
+        if (job := folder.root.name) in rows:
+            continue
+        rows[job] = await jobs.job_row(folder)
+        if job in submitted and submitted[job].message == cluster_queue.DOWN:
+            rows[job] = {**rows[job], "message": cluster_queue.DOWN}
     return [rows[job] for job in sorted(rows)]
 
 

@@ -91,9 +91,9 @@ def job_folder(output_dir: Path, job: str) -> JobFolder:
     return folder
 
 
-def job_folders(output_dir: Path) -> list[JobFolder]:
-    """The folders by name. UnknownJob when the output folder does not exist."""
-    if not output_dir.is_dir():
+def job_folders(output_dir: Path, *, is_needed: bool = True) -> list[JobFolder]:
+    """The folders by name. UnknownJob when the output folder does not exist and is needed."""
+    if is_needed and not output_dir.is_dir():
         raise UnknownJob(f"there is no folder {output_dir}, so no jobs: --output-dir names another folder")
     return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from cli import cluster
+from cli import cluster_queue
 from cli.cluster_access import NoCluster, cluster_of
 from cli.rows import Form, Row, answer_text, written
 from cli.usage import BadUsage
@@ -68,7 +68,7 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
     async with cluster_of(ClusterFolder.of(output_dir)) as stub:
         there = await stub.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
         found = await stub.GetNodeMachine(cluster_pb2.GetNodeMachineRequest(node=node))
-    known = await cluster.submissions(output_dir)
+    known = await cluster_queue.submissions(output_dir)
     (row,) = (each for each in node_rows(there, known) if each["node"] == node)
     needs = {each.job: each.node_bytes for each in known if any(node_of(GpuId(gpu)) == node for gpu in each.gpus)}
     description = {**row, "host_memory_bytes_of": needs, "machine": _machine_row(found)}

@@ -45,7 +45,7 @@ import structlog
 
 from services.node.far_machines import FarMachines
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
-from services.node.keeping import LOOK_S, Beats, claimed
+from services.node.keeping import LOOK_S, Beats, OtherCluster, claimed
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
@@ -306,10 +306,10 @@ def locked(folder: ClusterFolder) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def in_turn(folder: ClusterFolder, name: str, address: str) -> Iterator[Path | None]:
+def in_turn(folder: ClusterFolder, name: str, address: str, cluster: str) -> Iterator[Path | None]:
     """Once it is this machine's turn to keep the cluster, the file that tells so. None: it was asked to end first."""
     keepers = Keepers(folder.keepers)
-    term = asyncio.run(_claimed(keepers, name, address))
+    term = asyncio.run(_claimed(keepers, name, address, cluster))
     if term is None:
         yield None
         return
@@ -329,11 +329,11 @@ def in_turn(folder: ClusterFolder, name: str, address: str) -> Iterator[Path | N
             time.sleep(GIVE_WAY_S)
 
 
-async def _claimed(keepers: Keepers, name: str, address: str) -> Term | None:
+async def _claimed(keepers: Keepers, name: str, address: str, cluster: str) -> Term | None:
     def says(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
-    return await claimed(keepers, await stop_signal(), name=name, address=address, says=says)
+    return await claimed(keepers, await stop_signal(), name=name, address=address, cluster=cluster, says=says)
 
 
 def _remove(servers: Path) -> None:
@@ -345,10 +345,10 @@ def _remove(servers: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _turn(folder: ClusterFolder, keeper: str | None, machines: Machines) -> AbstractContextManager[Path | None]:
-    if keeper is None:
+def _turn(folder: ClusterFolder, args: argparse.Namespace, machines: Machines) -> AbstractContextManager[Path | None]:
+    if args.keeper is None:
         return contextlib.nullcontext(folder.lock)
-    return in_turn(folder, keeper, machines.address)
+    return in_turn(folder, args.keeper, machines.address, args.cluster)
 
 
 def main() -> int:
@@ -359,13 +359,14 @@ def main() -> int:
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--node-credentials", default="", help="of this machine, for commands of other machines")
     parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
+    parser.add_argument("--cluster", default="", help="a digest of its nodes and machines, to compare with a keeper's")
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
     slots, machines = Slots.of(json.loads(args.slots)), Machines.of(json.loads(args.machines))
     memory = folder.host_memory(args.host_memory_root)
     _raise_limit_of_files()
     try:
-        with locked(folder) as keeps, _turn(folder, args.keeper, machines) as shared:
+        with locked(folder) as keeps, _turn(folder, args, machines) as shared:
             if shared is None:
                 return 0
             keeps()
@@ -385,7 +386,7 @@ def main() -> int:
                 asyncio.run(agent.run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
-    except (AgentRuns, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
+    except (AgentRuns, OtherCluster, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

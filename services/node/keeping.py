@@ -3,6 +3,7 @@
 Invariants:
 - A machine begins once the keeper is silent or has ended, or was this machine itself.
   [test_keeping: the_keeper_is_silent] [test_keeping: the_keeper_has_ended] [test_keeping: not_wait_for_itself]
+- One that was told of other nodes than the keeper does not wait for its turn. [test_keeping: other_nodes_does_not_wait]
 - A keeper that cannot write its beats is dead before others begin. [test_keeping: that_cannot_write]
 - One whose term was taken is dead at its next beat, or does not begin. [test_keeping: whose_term_was_taken]
   [test_keeping: does_not_begin]
@@ -26,12 +27,17 @@ from tidegate.cluster.keepers import BEAT_S, LOST_S, SILENT_S, Keepers, Term, Te
 LOOK_S = 2.0
 
 
+class OtherCluster(RuntimeError):
+    """The keeper was told of other nodes or machines."""
+
+
 async def claimed(
     keepers: Keepers,
     stopping: asyncio.Event,
     *,
     name: str,
     address: str,
+    cluster: str = "",
     says: Callable[[str], None] = lambda _: None,
     now_s: Callable[[], float] = time.monotonic,
     look_s: float = LOOK_S,
@@ -39,19 +45,22 @@ async def claimed(
     """This machine's term, once it has one. No process of an earlier one of its own is left: the caller has the lock.
     None: `stopping` was set first.
 
-    `says` is told who else keeps the cluster. A storage that does not answer is asked again."""
+    `says` is told who else keeps the cluster. A storage that does not answer is asked again. OtherCluster."""
     seen, since_s, least, fault = None, now_s(), 0, ""
     while not stopping.is_set():
         try:
             newest = await asyncio.to_thread(keepers.newest, least=least)
             if newest != seen:
-                if newest is not None and newest.name != name and (seen is None or newest.number != seen.number):
-                    who = f"{newest.name} ({newest.address})"
-                    says(f"{who} keeps the cluster, in term {newest.number}; {name} stands by")
+                if newest is not None and newest.name != name:
+                    if seen is None or newest.number != seen.number:
+                        who = f"{newest.name} ({newest.address})"
+                        says(f"{who} keeps the cluster, in term {newest.number}; {name} stands by")
+                    elif newest.is_other_than(cluster) and not newest.has_ended:
+                        raise OtherCluster(f"{newest.name} keeps the cluster with other nodes or machines than {name}")
                 seen, since_s = newest, now_s()
             if newest is None or newest.has_ended or newest.name == name or now_s() - since_s >= SILENT_S:
                 number = 1 if newest is None else newest.number + 1
-                own = await asyncio.to_thread(keepers.claim, number, name=name, address=address)
+                own = await asyncio.to_thread(keepers.claim, number, name=name, address=address, cluster=cluster)
                 if own is None:
                     least = number
                 elif stopping.is_set():

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from cli.cluster import submissions
 from cli.cluster_access import agent_pid
+from cli.cluster_queue import submissions
 from cli.command import execute
 from tests.e2e.jobs import REPOSITORY, small_job
 from tidegate.certs.authority import Authority
@@ -136,8 +136,10 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert "job late is " in cluster.submit("late", is_refused=True)
     cluster.submit("never", "--priority", "-1")
     assert "never" in {row["job"] for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
-    cluster.run("cancel", "never")
+    assert "job never: taken out of the queue" in cluster.run("cancel", "never")
     cluster.until("never", state="cancelled")
+    rows = {row["job"]: row["state"] for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
+    assert rows["never"] == "cancelled"
     assert len(json.loads(cluster.run("get", "gpus", "-o", "json"))) == 6
     (node,) = json.loads(cluster.run("get", "nodes", "-o", "json"))
     assert (node["node"], node["slots"]) == ("n0", 6)
@@ -269,8 +271,11 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
 
     # Another machine's turn, which has not ended.
     keepers = Keepers(cluster.folder.keepers)
-    term = keepers.claim(3, name="other", address="192.0.2.99")
+    term = keepers.claim(3, name="other", address="192.0.2.99", cluster="of other nodes")
     assert term is not None
+    refused = cluster.run(*up, *where, is_refused=True)
+    assert "other (192.0.2.99) keeps the cluster of" in refused
+    assert "give the same NODE=SLOTS and --machine on all machines" in refused
     assert "other (192.0.2.99) does, with its last beat " in cluster.run("up", "n0=3", is_refused=True)
     assert cluster.run("describe", "node", "n0", is_refused=True).endswith("s ago: call it there\n")
     keepers.end(term)
@@ -281,6 +286,26 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     cluster.run("down")
     cluster.run(*up, *where)
     assert "servers" not in {path.name for path in cluster.folder.root.iterdir()}
+
+
+def test_a_queue_that_cannot_be_read_or_written_is_told_at_once(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = cluster.folder.queue / "records"
+    records.mkdir(parents=True)
+    (records / "damaged.json").write_text("{")
+    (records / "folder.json").mkdir()
+    assert execute(["up", "n0=3", "--output-dir", str(cluster.output_dir)]) == 0
+    said = capsys.readouterr().err
+    for name in ("damaged", "folder"):
+        assert f"{records / name}.json cannot be read (" in said
+    cluster.run("down")
+    cluster.folder.queue.rename(cluster.folder.root / "aside")
+    cluster.folder.queue.write_text("")
+    began_s = time.monotonic()
+    refused = cluster.run("up", "n0=3", is_refused=True)
+    assert time.monotonic() - began_s < 5
+    assert f"the cluster could not write its files: [Errno 20] Not a directory: '{cluster.folder.queue}'" in refused
 
 
 @pytest.mark.long

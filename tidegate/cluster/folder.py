@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ from tidegate.json_text import parse_json, typed
 from tidegate.types import JobId
 
 NAME = ".cluster"
+_PROBE_BYTES = 4096
 
 
 def _digest(root: Path) -> str:
@@ -113,6 +115,23 @@ class ClusterFolder:
                 f"{self.link} names {self.state}, and --gate-root would make it {own}: give the same --gate-root on "
                 "all machines, or end them all and remove the link"
             )
+
+    def check_writing(self) -> None:
+        """OSError, with the path: a file cannot be written where the cluster writes some."""
+        own = (self.root, self.logs, self.keepers, self.queue, self.queue / "records", self.queue / "configs")
+        for folder in own:
+            if folder.exists():
+                probe = folder / f".{secrets.token_hex(8)}"
+                try:
+                    with probe.open("xb") as stream:
+                        stream.write(bytes(_PROBE_BYTES))
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(folder)) from error
+                finally:
+                    with suppress(OSError):
+                        probe.unlink()
 
     def keep_alone(self) -> None:
         """One machine keeps the cluster from now on. No other one may."""

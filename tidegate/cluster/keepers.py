@@ -47,13 +47,19 @@ class TermTaken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`name` and `address`: of the machine. `beat` counts."""
+    """`name` and `address`: of the machine. `cluster`: a digest of the nodes and machines that it was told; empty in an
+    earlier release. `beat` counts."""
 
     number: int
     name: str
     address: str
+    cluster: str = ""
     beat: int = 0
     has_ended: bool = False
+
+    def is_other_than(self, cluster: str) -> bool:
+        """Whether its keeper was told of other nodes or machines, where both are known."""
+        return bool(self.cluster and cluster and self.cluster != cluster)
 
 
 class Keepers:
@@ -74,10 +80,10 @@ class Keepers:
         OSError."""
         return max(0.0, time.time() - self.path(number).stat().st_mtime)
 
-    def claim(self, number: int, *, name: str, address: str) -> Term | None:
+    def claim(self, number: int, *, name: str, address: str, cluster: str = "") -> Term | None:
         """The term, if nobody else has it or a later one. Those before are over. OSError: it may have been made."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = Term(number, name, address)
+        own = Term(number, name, address, cluster)
         partial = self._folder / f".{secrets.token_hex(8)}"
         try:
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
@@ -130,6 +136,7 @@ class Keepers:
                 number,
                 typed(str, fields["name"], "name"),
                 typed(str, fields["address"], "address"),
+                typed(str, fields.get("cluster", ""), "cluster"),
                 beat=whole_number(fields["beat"], "beat"),
                 has_ended=typed(bool, fields["has_ended"], "has_ended"),
             )

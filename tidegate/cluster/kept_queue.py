@@ -69,7 +69,7 @@ class KeptQueue:
                 jobs[each.job] = KeptJob(text, config.read_text() if config.exists() else "")
                 self._records[each.job] = text
                 self._config_of[each.job] = hashlib.sha256(jobs[each.job].config.encode()).hexdigest()
-            except ValueError as error:
+            except (ValueError, IsADirectoryError) as error:
                 faults.append(f"{path} cannot be read ({error})")
         drained, term = frozenset[NodeId](), 0
         if (path := self._path("cluster.json")).exists():

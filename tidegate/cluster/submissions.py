@@ -42,8 +42,8 @@ class Treatment(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Submission:
     """`starts` counts how often it was placed, under earlier submissions too, and names the present start.
-    `interruptions`: how many of its starts in a row were interrupted while their agent lived. `end` says how it ended: one of a
-    run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first.
+    `interruptions`: how many of its starts in a row were interrupted while their agent lived. `end` says how it ended:
+    one of a run's ends. `is_cleared`: it has nothing in NATS and Redis any more. `priority`: higher ones first.
     `leaves`: why its start is interrupted, so that it goes on elsewhere; empty: it is not."""
 
     job: JobId

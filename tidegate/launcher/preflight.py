@@ -91,8 +91,8 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
     for machine, each in zip(cluster.machines, found, strict=True):
         if isinstance(each, PeerUnavailable | PeerRefused):
             silent.append(
-                f"cluster.machines: {machine.name}: {each.reason}; start it there: tidegate agent --listen {machine.agent} "
-                "--credentials FOLDER"
+                f"cluster.machines: {machine.name}: {each.reason}; start it there: "
+                f"tidegate agent --listen {machine.agent} --credentials FOLDER"
             )
         elif isinstance(each, BaseException):
             raise each

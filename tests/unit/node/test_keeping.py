@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.node.keeping import claimed
+from services.node.keeping import OtherCluster, claimed
 from tidegate.cluster.keepers import SILENT_S, Keepers, Term
 
 LOOK_S = 0.01
@@ -32,12 +32,13 @@ class Machine:
     keepers: Keepers
     clock: Clock = field(default_factory=Clock)
     name: str = "b"
+    cluster: str = ""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     said: list[str] = field(default_factory=list)
     has_said: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def turn(self) -> Term | None:
-        where = {"name": self.name, "address": "10.0.0.8"}
+        where = {"name": self.name, "address": "10.0.0.8", "cluster": self.cluster}
         return await claimed(self.keepers, self.stopping, **where, says=self._says, now_s=self.clock, look_s=LOOK_S)
 
     async def waiting(self) -> asyncio.Task[Term | None]:
@@ -105,6 +106,27 @@ async def test_of_two_that_wait_one_begins_and_the_other_waits_for_it(tmp_path: 
     (other,) = waits
     assert await is_still_waiting(other)
     other.cancel()
+
+
+async def test_a_machine_of_other_nodes_does_not_wait_for_its_turn(tmp_path: Path) -> None:
+    keepers, machine = Keepers(tmp_path), Machine(Keepers(tmp_path), cluster="n0=4")
+    term = keepers.claim(1, name="a", address="10.0.0.7", cluster="n0=8")
+    assert term is not None
+    task = await machine.waiting()
+    assert await is_still_waiting(task), "whether the keeper lives is not known"
+    keepers.beat(term)
+    with pytest.raises(OtherCluster, match="a keeps the cluster with other nodes or machines than b"):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_machine_of_other_nodes_begins_where_the_keeper_has_ended(tmp_path: Path) -> None:
+    keepers, machine = Keepers(tmp_path), Machine(Keepers(tmp_path), cluster="n0=4")
+    term = keepers.claim(1, name="a", address="10.0.0.7", cluster="n0=8")
+    assert term is not None
+    task = await machine.waiting()
+    keepers.end(term)
+    assert await number_of(task) == 2
+    assert await number_of(await Machine(Keepers(tmp_path), cluster="n0=2").waiting()) == 3, "it was itself"
 
 
 async def test_a_machine_that_is_asked_to_end_leaves_no_term(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
