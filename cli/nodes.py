@@ -15,7 +15,7 @@ from tidegate.sizes import host_memory_text
 from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
 
-NODE_COLUMNS = ("node", "state", "slots", "free", "jobs", "message")
+NODE_COLUMNS = ("node", "state", "machine", "slots", "free", "jobs", "message")
 _GIB = 2**30
 
 
@@ -31,18 +31,26 @@ def node_rows(
         # A job has its slots from its placement on, and what it left behind belongs to it in the ownership map.
         by_node.setdefault(node_of(GpuId(gpu.gpu)), []).append(job_of.get(gpu.gpu) or gpu.job)
     away = {each.node: each for each in there.away}
+    machines, keeper = there.places.machines, there.places.keeper
     rows: list[Row] = [
         {
             "node": node,
             "state": "away" if node in away else "drained" if node in there.drained_nodes else "ready",
+            "machine": machines.get(node) or None,
             "slots": len(owners),
             "free": 0 if node in away else owners.count(""),
             "jobs": sorted({*filter(None, owners)}),
-            "message": f"for {away[node].seconds:.0f} s: {away[node].reason}" if node in away else "",
+            "message": _message(away.get(node), is_keepers=bool(keeper) and machines.get(node) == keeper),
         }
         for node, owners in by_node.items()
     ]
     return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]
+
+
+def _message(away: cluster_pb2.NodeAway | None, *, is_keepers: bool) -> str:
+    if away is not None:
+        return f"for {away.seconds:.0f} s: {away.reason}"
+    return "its machine keeps the cluster" if is_keepers else ""
 
 
 async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:

@@ -97,10 +97,11 @@ class Agent:
         memory: Path,
         shared: Path,
         node_credentials: str = "",
-        others_stand_by: bool = False,
+        name: str = "",
     ) -> None:
-        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines."""
-        self._others_stand_by = others_stand_by
+        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines.
+        `name`: of this machine, where others may keep the cluster too."""
+        self._name = name
         self._node_credentials = node_credentials
         self._folder = folder
         self._shared = shared
@@ -133,7 +134,9 @@ class Agent:
             await closing.enter_async_context(self._servers)
             if far_nodes:
                 await self._open_fronts(closing)
-            servicer = NodeServicer(self._slots, gates, machines, version, host_memory_root=self._memory.parent)
+            servicer = NodeServicer(
+                self._slots, gates, machines, version, host_memory_root=self._memory.parent, name=self._name
+            )
             descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
             served = Service(
                 descriptor,
@@ -159,7 +162,7 @@ class Agent:
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
             self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
             works = [self._watch_servers(), self._watch_ends(jobs)]
-            if self._others_stand_by:
+            if self._name:
                 works.append(_watch_decisions(servicer))
             if far_nodes:
                 works.append(machines.watch())
@@ -381,7 +384,7 @@ def main() -> int:
                     memory=memory,
                     shared=shared,
                     node_credentials=args.node_credentials,
-                    others_stand_by=args.keeper is not None,
+                    name=args.keeper or "",
                 )
                 asyncio.run(agent.run())
             finally:

@@ -104,6 +104,10 @@ class FarMachines:
                 return found
         return None
 
+    def names(self) -> dict[str, str]:
+        """The machine of each node."""
+        return {str(node): each.section.name for each in self._far for node in each.section.nodes}
+
     def memory(self) -> list[cluster_pb2.HostMemory]:
         """The host memory of the machines that have told it."""
         return [

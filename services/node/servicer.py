@@ -53,8 +53,10 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         version: Version,
         *,
         host_memory_root: Path,
+        name: str = "",
     ) -> None:
-        """`gates`: of the nodes on this machine."""
+        """`gates`: of the nodes on this machine. `name`: of this machine, where several may keep the cluster."""
+        self._name = name
         self._slots = slots
         self._gates = gates
         self._machines = machines
@@ -76,6 +78,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         starts, (far, away) = self._jobs().starts, await self._machines.gates()
         total = shutil.disk_usage(self._host_memory_root).total
         own_memory = [cluster_pb2.HostMemory(nodes=sorted(self._gates), total_bytes=total)] if self._gates else []
+        own_places = dict.fromkeys(map(str, self._gates), self._name) if self._name else {}
         own = [state for gate in self._gates.values() for state in gate.report()]
         return cluster_pb2.GetNodeResponse(
             version=version,
@@ -95,6 +98,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
             gates=map(encode_gate_state, (*own, *far)),
             away=away,
             host_memory=(*own_memory, *self._machines.memory()),
+            places=cluster_pb2.Places(machines=self._machines.names() | own_places, keeper=self._name),
         )
 
     async def GetMachineOfNode(

@@ -187,6 +187,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checksum: str) -> None:
     until(lambda: all(lab.row("nodes", node).get("state") == "ready" for node in NODES.values()))
     assert lab.keeper == "a"
+    kept = {name: lab.row("nodes", node)["message"] for name, node in NODES.items()}
+    assert kept == {"a": "its machine keeps the cluster", "b": "", "c": ""}
     assert_a_job_is_commanded_from_another_machine(lab)
     lab.submit("one")
     lab.submit("waits")

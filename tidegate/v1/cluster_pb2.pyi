@@ -186,26 +186,78 @@ class ListClusterGpusResponse(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     DRAINED_NODES_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.GpuStatus]: ...
     @_builtins.property
     def drained_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAway]: ...
+    @_builtins.property
+    def places(self) -> Global___Places: ...
     def __init__(
         self,
         *,
         gpus: _abc.Iterable[_control_pb2.GpuStatus] | None = ...,
         drained_nodes: _abc.Iterable[_builtins.str] | None = ...,
         away: _abc.Iterable[Global___NodeAway] | None = ...,
+        places: Global___Places | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListClusterGpusResponse: _TypeAlias = ListClusterGpusResponse  # noqa: Y015
+
+@_typing.final
+class Places(_message.Message):
+    """Where the nodes are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MachinesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MACHINES_FIELD_NUMBER: _builtins.int
+    KEEPER_FIELD_NUMBER: _builtins.int
+    keeper: _builtins.str
+    """The machine that keeps the cluster, of several that may."""
+    @_builtins.property
+    def machines(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By node: its machine. Those of the machine that keeps a cluster alone are missing: it has no name."""
+
+    def __init__(
+        self,
+        *,
+        machines: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        keeper: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeper", b"keeper", "machines", b"machines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Places: _TypeAlias = Places  # noqa: Y015
 
 @_typing.final
 class NodeAway(_message.Message):
@@ -527,6 +579,7 @@ class GetNodeResponse(_message.Message):
     SLOTS_PER_GPU_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
     HOST_MEMORY_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with each start and each end of a job. Another start of the agent has other versions."""
     device: _builtins.str
@@ -549,6 +602,8 @@ class GetNodeResponse(_message.Message):
     def host_memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostMemory]:
         """Of the machines that have told it."""
 
+    @_builtins.property
+    def places(self) -> Global___Places: ...
     def __init__(
         self,
         *,
@@ -560,10 +615,11 @@ class GetNodeResponse(_message.Message):
         slots_per_gpu: _builtins.int = ...,
         away: _abc.Iterable[Global___NodeAway] | None = ...,
         host_memory: _abc.Iterable[Global___HostMemory] | None = ...,
+        places: Global___Places | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "device", b"device", "gates", b"gates", "host_memory", b"host_memory", "jobs", b"jobs", "num_slots", b"num_slots", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "device", b"device", "gates", b"gates", "host_memory", b"host_memory", "jobs", b"jobs", "num_slots", b"num_slots", "places", b"places", "slots_per_gpu", b"slots_per_gpu", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

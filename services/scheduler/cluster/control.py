@@ -90,7 +90,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             gpu: each for gpu, each in (await self._loop.gpus()).items() if node_of(gpu) in self._cluster.slots.nodes
         }
         gpus = gpu_statuses(there)
-        return cluster_pb2.ListClusterGpusResponse(gpus=gpus, drained_nodes=drained, away=self._loop.away)
+        return cluster_pb2.ListClusterGpusResponse(
+            gpus=gpus, drained_nodes=drained, away=self._loop.away, places=self._loop.places
+        )
 
     async def GetNodeMachine(
         self, request: cluster_pb2.GetNodeMachineRequest, context: Any

@@ -27,7 +27,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -80,6 +80,7 @@ class NodeView:
     away: Sequence[cluster_pb2.NodeAway] = ()
     """The nodes whose gates nobody knows."""
     memory: tuple[HostMemory, ...] = ()
+    places: cluster_pb2.Places = field(default_factory=cluster_pb2.Places)
 
 
 class KeptQueueAway(RuntimeError):
@@ -107,6 +108,8 @@ class ClusterLoop:
         """The nodes of machines that did not answer in the last round: for people, nothing is decided by it."""
         self.memory: tuple[HostMemory, ...] = ()
         """As machines told it last, for what can never run."""
+        self.places = cluster_pb2.Places()
+        """Where the nodes are, for people."""
         self._num_rounds = 0
         self._wake = asyncio.Event()
         self._log = structlog.get_logger("cluster")
@@ -294,7 +297,7 @@ class ClusterLoop:
         stored = await self.store.submissions()
         texts = stored.texts
         before, seen = _parsed(texts), await self._seen()
-        self.away, self.memory = seen.away, seen.memory
+        self.away, self.memory, self.places = seen.away, seen.memory, seen.places
         placed = {each.job: each.gpus for each in before.values() if each.is_placed}
         away = {NodeId(each.node): each.seconds for each in seen.away}
         free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
@@ -392,6 +395,7 @@ class ClusterLoop:
             gates={state.gpu: state for state in gates},
             away=found.away,
             memory=tuple(HostMemory(tuple(map(NodeId, each.nodes)), each.total_bytes) for each in found.host_memory),
+            places=found.places,
         )
 
     async def _gate_reports(self) -> GateReports:

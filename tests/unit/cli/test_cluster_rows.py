@@ -10,6 +10,8 @@ from cli.command import execute
 from cli.nodes import node_rows
 from tidegate.v1 import cluster_pb2, control_pb2
 
+KEEPS = "its machine keeps the cluster"
+
 
 def gpu(name: str, job: str = "") -> control_pb2.GpuStatus:
     return control_pb2.GpuStatus(gpu=name, job=job)
@@ -19,14 +21,25 @@ def test_a_slot_is_free_where_neither_a_placed_job_nor_the_ownership_map_has_it(
     gpus = [gpu("n0/0", "one"), gpu("n0/1"), gpu("n0/2"), gpu("n1/0", "killed"), gpu("n1/1")]
     gpus.append(gpu("n2/0"))
     there = cluster_pb2.ListClusterGpusResponse(
-        gpus=gpus, drained_nodes=["n1"], away=[cluster_pb2.NodeAway(node="n2", seconds=3.2, reason="it is old")]
+        gpus=gpus,
+        drained_nodes=["n1"],
+        away=[cluster_pb2.NodeAway(node="n2", seconds=3.2, reason="it is old")],
+        places=cluster_pb2.Places(machines={"n0": "a", "n2": "b"}, keeper="a"),
     )
     placed = [cluster_pb2.Submission(job="one", gpus=["n0/0", "n0/1"]), cluster_pb2.Submission(job="waits")]
     rows = node_rows(there, placed)
     assert rows == [
-        {"node": "n0", "state": "ready", "slots": 3, "free": 1, "jobs": ["one"], "message": ""},
-        {"node": "n1", "state": "drained", "slots": 2, "free": 1, "jobs": ["killed"], "message": ""},
-        {"node": "n2", "state": "away", "slots": 1, "free": 0, "jobs": [], "message": "for 3 s: it is old"},
+        {"node": "n0", "state": "ready", "machine": "a", "slots": 3, "free": 1, "jobs": ["one"], "message": KEEPS},
+        {"node": "n1", "state": "drained", "machine": None, "slots": 2, "free": 1, "jobs": ["killed"], "message": ""},
+        {
+            "node": "n2",
+            "state": "away",
+            "machine": "b",
+            "slots": 1,
+            "free": 0,
+            "jobs": [],
+            "message": "for 3 s: it is old",
+        },
     ]
     assert node_rows(there, placed, ["one"]) == rows[:1]
     assert node_rows(cluster_pb2.ListClusterGpusResponse(), []) == []

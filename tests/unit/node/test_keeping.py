@@ -119,7 +119,7 @@ async def test_a_machine_of_other_nodes_does_not_wait_for_its_turn(tmp_path: Pat
         await asyncio.wait_for(task, 5)
 
 
-async def test_a_machine_of_other_nodes_begins_where_the_keeper_has_ended(tmp_path: Path) -> None:
+async def test_a_machine_of_other_nodes_begins_after_one_that_ended(tmp_path: Path) -> None:
     keepers, machine = Keepers(tmp_path), Machine(Keepers(tmp_path), cluster="n0=4")
     term = keepers.claim(1, name="a", address="10.0.0.7", cluster="n0=8")
     assert term is not None
