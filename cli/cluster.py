@@ -35,7 +35,7 @@ from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
 from tidegate.config.files import load_sources, sources_of
-from tidegate.config.job_config import ConfigError
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
 from tidegate.launcher.lock import lock_record
@@ -352,14 +352,13 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     except ConfigError as error:
         raise ConfigError(with_origins(str(error), sourced.layer)) from error
     submission = cluster_pb2.SubmitJobRequest(
-        config=job.config.to_json(),
         treatment=start,
         priority=args.priority,
         command=command,
         node_bytes=node_bytes(job) if _is_counted(Path(config.runtime.host_memory_root)) else 0,
     )
     folder = ClusterFolder.of(Path(config.output_dir))
-    return asyncio.run(_submit(folder, submission, form, follow=args.follow))
+    return asyncio.run(_submit(folder, job.config, submission, form, follow=args.follow))
 
 
 def _is_counted(host_memory: Path) -> bool:
@@ -368,8 +367,17 @@ def _is_counted(host_memory: Path) -> bool:
     return Path("/dev/shm") in (root, *root.parents)
 
 
-async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool) -> int:
+async def _submit(
+    folder: ClusterFolder, config: JobConfig, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool
+) -> int:
+    # Import here, as for `submit`.
+    from tidegate.cluster.shipping import shipped
+
     async with cluster_of(folder) as cluster:
+        notes: list[str] = []
+        request.config = shipped(config, notes=notes).to_json()
+        for note in notes:
+            print(f"tidegate: {note}", file=sys.stderr)
         found = (await cluster.SubmitJob(request)).submission
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
     if not follow:

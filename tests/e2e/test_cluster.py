@@ -288,6 +288,18 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     assert "servers" not in {path.name for path in cluster.folder.root.iterdir()}
 
 
+def test_a_job_that_waits_keeps_the_files_of_its_submission(cluster: Cluster, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(REPOSITORY / "examples" / "own_data", own)
+    cluster.run("up", "n0=4")
+    cluster.run("drain", "n0")
+    cluster.run("submit", str(own / "job.yaml"), "algorithm.iterations=1")
+    (own / "grading.py").write_text("raise RuntimeError")
+    (own / "chat.jinja").unlink()
+    cluster.run("drain", "n0", "--undo")
+    cluster.until("own-data", state="finished")
+
+
 def test_a_queue_that_cannot_be_read_or_written_is_told_at_once(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

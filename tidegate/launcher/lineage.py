@@ -69,6 +69,8 @@ def _deciding(config: JobConfig) -> dict[str, Any]:
         del dumped["data"]["train"], dumped["data"]["chat_template"]
     for reward in dumped["rewards"]:
         del reward["import_from"], reward["max_failed"]
+        # A file may lie elsewhere, as the module of a function may.
+        reward["path"] = reward["path"].rpartition("/")[2]
     return dumped | {"rollout": deciding(config.rollout)}
 
 
