@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cli.cluster_access import cluster_of
+from cli.new_file import write_new
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.cluster.backup import BackedUpJob, Backup
@@ -29,27 +29,12 @@ async def back_up(path: Path, output_dir: Path, form: Form) -> int:
         drained = (await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())).drained_nodes
     jobs = tuple(BackedUpJob(each.record.decode(), each.config) for each in told)
     backup = Backup(time.time_ns() // 1_000_000, jobs, tuple(map(NodeId, sorted(drained))))
-    _write_new(path, backup.to_json())
+    # It may have secrets.
+    write_new(path, backup.to_json(), mode=0o600)
     num_live = sum(parse_json(each.record)["state"] != SubmissionState.ENDED for each in jobs)
     text = f"{path} has {counted(num_live, 'job')} that wait or run, and {len(jobs) - num_live} that have ended"
     print(answer_text({"file": str(path), "live": num_live, "ended": len(jobs) - num_live}, text, form))
     return 0
-
-
-def _write_new(path: Path, text: str) -> None:
-    """BadUsage. A file that is there stays: it may be the only backup with jobs in it."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError as error:
-        raise BadUsage(f"{path} is there already: name a new file") from error
-    except OSError as error:
-        raise BadUsage(f"{path} cannot be made ({error.strerror}): name another file") from error
-    try:
-        with os.fdopen(fd, "w") as stream:
-            stream.write(text)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def restore(path: Path, output_dir: Path, form: Form) -> int:

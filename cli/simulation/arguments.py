@@ -146,6 +146,8 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="K",
         help="iterations by which a compared rollout may run ahead of the trainer (default: 1; 0: none is compared)",
     )
+    help_ = "write the keys of the best fixed split to a new file, for `run` and `submit` after CONFIG"
+    plan.add_argument("--write", type=Path, metavar="FILE", help=help_)
     calibrate = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE)
     calibrate.add_argument(
         "jobs", metavar="JOB", nargs="+", help="a job's name; several runs of one config are fitted together"

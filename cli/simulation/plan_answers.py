@@ -80,9 +80,13 @@ def sections(answers: JobPlan, needs: Sequence[Need], *, spare: int) -> Iterator
     yield _needs_section(needs, spare)
 
 
+def keys_text(answers: JobPlan) -> str:
+    """The keys of the best fixed split, as a config has them."""
+    return yaml.safe_dump(answers.best.keys(), default_flow_style=None, sort_keys=False, width=120).rstrip()
+
+
 def _split_section(answers: JobPlan) -> str:
-    keys = yaml.safe_dump(answers.best.keys(), default_flow_style=None, sort_keys=False, width=120).rstrip()
-    return f"The best fixed split: {answers.split}; in the config:\n{indent(keys, '  ')}"
+    return f"The best fixed split: {answers.split}; in the config:\n{indent(keys_text(answers), '  ')}"
 
 
 def _gain_section(gains: Gains) -> str:

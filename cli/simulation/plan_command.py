@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from cli.new_file import refuse_existing, write_new
 from cli.rows import Form, table, written
 from cli.simulation import plan_answers, plan_report
 from cli.simulation.job_files import JobFiles, read_files
@@ -40,11 +41,16 @@ class _Known:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """ConfigError for wrong input."""
+    """ConfigError, BadUsage for wrong input."""
     gpu = _checked(args)
+    if args.write is not None:
+        refuse_existing(args.write)
     sourced = load_sources(sources_of(args.config))
     files = read_files(sourced.config)
     known, answers = _answered(sourced, files, gpu, args)
+    if args.write is not None:
+        head = f"# The best fixed split of job {sourced.config.job}, by tidegate plan.\n"
+        write_new(args.write, head + plan_answers.keys_text(answers) + "\n")
     needs = _needs(sourced.config, known, answers)
     physics = plan_answers.Physics(known.basis, gpu, tuple(notes(sourced.config)) if gpu else ())
     if args.form != Form.TABLE:

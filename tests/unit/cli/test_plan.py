@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cli.__main__ import main
 from services.scheduler.policy.registry import policy_of
@@ -348,3 +349,18 @@ def test_a_wrong_config_of_plan_ends_with_exit_code_2(tmp_path: Path, capsys: py
         said = capsys.readouterr()
         assert want in said.err
         assert said.out == ""
+
+
+def test_the_keys_of_the_best_split_are_written_for_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "split.yaml"
+    best = json.loads(planned(tmp_path, "-o", "json", "--write", str(written)))["best_split"]["keys"]
+    assert yaml.safe_load(written.read_text()) == best
+    raw = eight(tmp_path)
+    path = small_file(tmp_path, **{key: raw[key] for key in ("cluster", "algorithm", "actor")})
+    assert main(["run", str(path), str(written), "--dry-run", "-o", "json"]) == 0
+    started = json.loads(capsys.readouterr().out)
+    assert started["cluster"]["component_placement"] == {
+        role: str(gpus) for role, gpus in best["cluster"]["component_placement"].items()
+    }
+    assert main(["plan", str(path), "--write", str(written)]) == 2
+    assert f"{written} is there already: name a new file" in capsys.readouterr().err
