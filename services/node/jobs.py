@@ -24,6 +24,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed
+from tidegate.launcher.checkpoint import furthest_iteration
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.control import NotRunning, control_of
 from tidegate.launcher.outcome import End
@@ -47,13 +48,15 @@ class StillRuns(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start of a job. `end` is None while its launcher lives. `has_begun`: it may have changed the job's folder."""
+    """A start of a job. `end` is None while its launcher lives. `has_begun`: it may have changed the job's folder.
+    `iteration`: where its checkpoints let it go on."""
 
     number: int
     config: JobConfig
     end: End | None = None
     message: str = ""
     has_begun: bool = True
+    iteration: int = 0
 
 
 class NodeJobs:
@@ -151,8 +154,11 @@ class NodeJobs:
         end, message, has_begun = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
+            checkpoints = JobFolder.of(self._starts[job].config).checkpoints
+            iteration = await asyncio.to_thread(furthest_iteration, checkpoints)
             # The newest at the end, so that the oldest are dropped.
-            self._starts[job] = replace(self._starts.pop(job), end=end, message=message, has_begun=has_begun)
+            start = self._starts.pop(job)
+            self._starts[job] = replace(start, end=end, message=message, has_begun=has_begun, iteration=iteration)
             over = [each for each, start in self._starts.items() if start.end is not None]
             for each in over[: max(0, len(over) - KEPT)]:
                 del self._starts[each]

@@ -92,6 +92,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
                     end=each.end or "",
                     message=each.message,
                     has_not_begun=not each.has_begun,
+                    iteration=each.iteration,
                 )
                 for job, each in starts.items()
             ],

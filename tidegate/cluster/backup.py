@@ -61,6 +61,7 @@ class BackedUpJob:
             starts=max(1, each.starts),
             message="restored from a backup",
             leaves="",
+            resumes_unix_ms=0,
         )
 
 

@@ -66,8 +66,10 @@ class Submission:
     leaves: str = ""
     node_bytes: int = 0
     """The host memory that it needs on each of its nodes."""
-    since_unix_ms: int = 0
-    """When it was placed. While it waits: when it may go on after its last interruption."""
+    resumes_unix_ms: int = 0
+    """While it waits after an interruption: when it goes on, by the store's clock."""
+    iteration: int = 0
+    """Where its last interruption left it."""
 
     def __post_init__(self) -> None:
         if bool(self.gpus) != self.is_placed:
@@ -113,6 +115,7 @@ class Submission:
             # Records of earlier releases have none.
             leaves=typed(str, fields.get("leaves", ""), "leaves"),
             node_bytes=whole_number(fields.get("node_bytes", 0), "node_bytes"),
-            since_unix_ms=whole_number(fields.get("since_unix_ms", 0), "since_unix_ms"),
+            resumes_unix_ms=whole_number(fields.get("resumes_unix_ms", 0), "resumes_unix_ms"),
+            iteration=whole_number(fields.get("iteration", 0), "iteration"),
             **texts,
         )

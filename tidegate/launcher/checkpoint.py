@@ -58,6 +58,15 @@ def newest_checkpoint(folder: Path, *, fresh_command: str = "--force") -> FoundC
     return None
 
 
+def furthest_iteration(folder: Path) -> int:
+    """The iteration that would follow the furthest checkpoint, by their names; 0: there is none, or nobody can tell."""
+    try:
+        places = [place_of(path.parent.name) for path in folder.glob(f"inc*-it*/{MANIFEST}")]
+    except OSError:
+        return 0
+    return max((place[1] for place in places if place is not None), default=0)
+
+
 def _read(path: Path, incarnation: int, faults: Sequence[str]) -> FoundCheckpoint:
     manifest = read_manifest(path.parent)
     ledger = typed(dict, parse_json(typed(str, manifest["ledger"], "ledger")), "ledger")

@@ -661,6 +661,7 @@ class JobStart(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     HAS_NOT_BEGUN_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     start: _builtins.int
     end: _builtins.str
@@ -668,6 +669,8 @@ class JobStart(_message.Message):
     message: _builtins.str
     has_not_begun: _builtins.bool
     """It ended before it changed anything in the job's folder."""
+    iteration: _builtins.int
+    """Where its checkpoints let it go on; 0: it has none."""
     def __init__(
         self,
         *,
@@ -676,10 +679,11 @@ class JobStart(_message.Message):
         end: _builtins.str = ...,
         message: _builtins.str = ...,
         has_not_begun: _builtins.bool = ...,
+        iteration: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "has_not_begun", b"has_not_begun", "job", b"job", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "has_not_begun", b"has_not_begun", "iteration", b"iteration", "job", b"job", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -388,7 +388,11 @@ class ClusterLoop:
             ),
             ran={
                 JobId(each.job): Ran(
-                    each.start, End(each.end) if each.end else None, each.message, has_begun=not each.has_not_begun
+                    each.start,
+                    End(each.end) if each.end else None,
+                    each.message,
+                    has_begun=not each.has_not_begun,
+                    iteration=each.iteration,
                 )
                 for each in found.jobs
             },

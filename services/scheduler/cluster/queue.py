@@ -5,7 +5,8 @@ ever behind small ones.
 
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
 its checkpoint: at once after the first interruption, later each time after further ones. After `MAX_INTERRUPTIONS` in a
-row it ends interrupted. The end of an agent, as by `tidegate down`, is none, and a start that lasted ends the row.
+row it ends interrupted; a start that has brought it further ends the row. The end of an agent, as by `tidegate down`,
+is none.
 
 On each of its nodes a job needs host memory too. The ledger of a machine is what its jobs need of it, and a job waits
 for room there as for GPUs.
@@ -48,19 +49,19 @@ KEPT = 256
 """The records of ended jobs that stay. The folders of the jobs have the rest."""
 MAX_INTERRUPTIONS = 5
 """A job that ends its launcher again and again would repeat its last iteration for ever."""
-LASTED_S = 600.0
-"""A start that ran for so long is none that ends again and again."""
+LONGEST_WAIT_MS = 1000 * 2 ** (MAX_INTERRUPTIONS - 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     """The last start of a job, as its agent tells. `end` is None while a process of it lives. `has_begun`: it may have
-    changed the job's folder."""
+    changed the job's folder. `iteration`: where its checkpoints would let it go on."""
 
     start: int
     end: End | None = None
     message: str = ""
     has_begun: bool = True
+    iteration: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,10 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         return replace(each, state=SubmissionState.RUNNING, message=told, leaves=leaves)
     if ran.end is End.INTERRUPTED:
         treatment = Treatment.RESUME if ran.has_begun else each.treatment
-        has_lasted = cluster.now_unix_ms - each.since_unix_ms >= LASTED_S * 1e3
-        interruptions = each.interruptions if leaves else 1 + (0 if has_lasted else each.interruptions)
-        return _again(each, leaves or ran.message, cluster, interruptions=interruptions, treatment=treatment)
+        num_before = 0 if ran.iteration > each.iteration else each.interruptions
+        interruptions = each.interruptions if leaves else num_before + 1
+        found = replace(each, iteration=max(each.iteration, ran.iteration))
+        return _again(found, leaves or ran.message, cluster, interruptions=interruptions, treatment=treatment)
     return _ended(each, ran.end, ran.message)
 
 
@@ -180,7 +182,7 @@ def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, 
         interruptions=interruptions,
         message=f"to go on, after: {why}",
         leaves="",
-        since_unix_ms=cluster.now_unix_ms + wait_s * 1000,
+        resumes_unix_ms=cluster.now_unix_ms + wait_s * 1000,
     )
 
 
@@ -200,7 +202,8 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
         if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
             every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {_there(cluster)}")
             continue
-        if gpus is None or cluster.now_unix_ms < each.since_unix_ms:
+        # Another machine's clock, or one that was set, may say anything.
+        if gpus is None or 0 < each.resumes_unix_ms - cluster.now_unix_ms <= LONGEST_WAIT_MS:
             break
         room = room.without((gpus, each.node_bytes))
         every[each.job] = replace(
@@ -209,7 +212,6 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
             gpus=gpus,
             starts=each.starts + 1,
             message="",
-            since_unix_ms=cluster.now_unix_ms,
         )
     return list(every.values())
 

@@ -83,10 +83,16 @@ async def test_a_start_happens_once_and_none_while_an_earlier_one_lives(node: No
 
 
 async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node) -> None:
-    os.kill(await node.start(1), signal.SIGKILL)
+    pid = await node.start(1)
+    for name in ("inc001-it000004", "inc002-it000003"):
+        checkpoint = JobFolder.of(node.config).checkpoints / name
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+    os.kill(pid, signal.SIGKILL)
     end, message = await node.ended()
     assert end is End.INTERRUPTED
     assert message.startswith("its launcher was killed (SIGKILL): see ")
+    assert node.jobs.starts[JOB].iteration == 4
     assert node.left == [JOB]
     await node.jobs.start(JOB, 1, node.config, Treatment.FRESH, COMMAND)
     assert node.supervisor.pid(f"job-{JOB}") is None, "the same start is not made again"

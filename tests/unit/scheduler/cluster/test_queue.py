@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cluster.queue import KEPT, LASTED_S, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
+from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
 from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import HostMemory, cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -106,11 +106,19 @@ def test_a_job_that_ends_at_once_is_started_later_each_time() -> None:
     assert len(waits_s) == MAX_INTERRUPTIONS
 
 
-def test_a_start_that_lasted_is_none_that_ends_again_and_again() -> None:
-    last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1, since_unix_ms=1000)
-    ran = {last.job: Ran(9, End.INTERRUPTED, "power")}
-    late = after([last], Cluster(NODES, (), ran, now_unix_ms=1000 + int(LASTED_S * 1000)))["a"]
-    assert (late.state, late.interruptions) == (QUEUED, 1)
+def test_a_start_that_brought_the_job_further_ends_the_row_of_its_interruptions() -> None:
+    last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1, iteration=7)
+    for iteration, want in ((7, ("ended", MAX_INTERRUPTIONS - 1)), (8, ("queued", 1))):
+        ran = {last.job: Ran(9, End.INTERRUPTED, "power", iteration=iteration)}
+        found = after([last], Cluster(NODES, (), ran))["a"]
+        assert (found.state, found.interruptions) == want
+    assert found.iteration == 8
+
+
+def test_a_clock_that_was_set_holds_nobody_up() -> None:
+    for now_ms in (0, 10**12):
+        waits = replace(submitted("a"), resumes_unix_ms=10**11, interruptions=2)
+        assert after([waits], Cluster(NODES, ALL, {}, now_unix_ms=now_ms))["a"].state is PLACED
 
 
 def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobody_up() -> None:
