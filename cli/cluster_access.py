@@ -115,6 +115,9 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
         except PeerRefused as refused:
             if refused.error == NotRunning.__name__:
                 raise NotRunning(refused.reason) from refused
+            if refused.status == "UNIMPLEMENTED":
+                told = f"{keeper.name} keeps the cluster with another release, which passes nothing on to jobs"
+                raise NotRunning(told) from refused
             raise
 
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import MAX_MESSAGE_BYTES, RpcServer, Service, serve
 from tidegate.codec import WireError
-from tidegate.ownership.records import StaleToken, VersionConflict
+from tidegate.ownership.records import StaleToken, StoreUnavailable, VersionConflict
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.channel import MAX_FRAME_BYTES
 from tidegate.v1 import control_pb2, control_pb2_grpc
@@ -133,6 +133,15 @@ async def test_a_handlers_exception_reaches_the_caller_as_a_status_with_its_mess
     for refused in (single.value, streamed.value):
         assert (refused.status, refused.error) == (want_status, type(failure).__name__)
         assert f"at {server.endpoint}: " in str(refused)
+
+
+async def test_a_server_that_lacks_another_one_says_which() -> None:
+    away = PeerUnavailable("/m at 10.0.0.8:1 gave no answer (UNAVAILABLE)", reason="nothing listens at 10.0.0.8:1")
+    for failure, reason in ((StoreUnavailable("valkey is loading"), "valkey is loading"), (away, away.reason)):
+        async with serving(a_servicer(failure)) as server, calling(server.endpoint) as stub:
+            with pytest.raises(PeerUnavailable) as told:
+                await stub.GetJob(control_pb2.GetJobRequest(job="one"))
+        assert told.value.reason == reason
 
 
 async def test_an_unserved_method_is_refused_as_unimplemented() -> None:

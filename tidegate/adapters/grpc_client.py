@@ -84,15 +84,14 @@ class _Calls:
     def named(self, failure: grpc.aio.AioRpcError, details: Any) -> Exception:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         what = f"{method} at {self._endpoint}"
-        if failure.code() in _NO_ANSWER:
-            silence = f"gave no answer within {details.timeout:g} s"
-            return PeerUnavailable(
-                f"{what} {silence} ({failure.code().name}: {failure.details()})",
-                reason=_reason(self._endpoint, str(failure.details()), silence),
-            )
         trailing: Any = failure.trailing_metadata() or ()
         errors = [str(value) for key, value in trailing if key == ERROR_METADATA]
         reason, status = str(failure.details()), failure.code().name
+        if failure.code() in _NO_ANSWER:
+            silence = f"gave no answer within {details.timeout:g} s"
+            # With the name of an error it is the server's own text: another one did not answer the server.
+            words = reason if errors else _reason(self._endpoint, reason, silence)
+            return PeerUnavailable(f"{what} {silence} ({status}: {reason})", reason=words)
         return PeerRefused(f"{what}: {reason}", reason=reason, status=status, error=errors[0] if errors else "")
 
 

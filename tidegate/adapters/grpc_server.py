@@ -36,7 +36,7 @@ from tidegate.ownership.records import (
     VersionConflict,
 )
 from tidegate.ports.bus import BusUnavailable, JobNotOpen, StreamFull, UnknownDeadLetter
-from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.ports.rpc import PeerUnavailable
 
 if TYPE_CHECKING:
     # Without TLS its library is not imported: it takes 12 MB of each process.
@@ -238,16 +238,13 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
 
     async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
         known = next((kind for kind in type(error).__mro__ if kind in self._statuses), None)
-        name, message = type(error).__name__, str(error)
-        if isinstance(error, PeerRefused):
-            code, name, message = grpc.StatusCode[error.status], error.error, error.reason
-        elif known is not None:
-            code = self._statuses[known]
-        else:
+        name = type(error).__name__
+        if known is None:
             self._log.error("call_failed", method=method, error=name, exc_info=error)
             code, message = grpc.StatusCode.INTERNAL, f"{name}: {error}"
-        if code is not grpc.StatusCode.INTERNAL:
-            self._log.warning("call_refused", method=method, error=name, message=message)
+        else:
+            self._log.warning("call_refused", method=method, error=name, message=str(error))
+            code, message = self._statuses[known], error.reason if isinstance(error, PeerUnavailable) else str(error)
         await context.abort(code, message, trailing_metadata=((ERROR_METADATA, name),))
         raise AssertionError("abort always raises")
 

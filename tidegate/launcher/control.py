@@ -6,6 +6,7 @@ Invariant: an answer is about the requested job. A file that a killed run left b
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,7 +35,8 @@ class NotRunning(LookupError):
 async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
     """A stub of the job's Control API, after a first answer. NotRunning when it gives none, then or later."""
     job = folder.root.name
-    endpoint, tls = read_endpoint(folder)
+    # The folder may be on a network's storage, and the caller has more to do than to wait for it.
+    endpoint, tls = await asyncio.to_thread(read_endpoint, folder)
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
         stub = control_pb2_grpc.ControlStub(channels.connect(endpoint, SCHEDULER))
@@ -42,7 +44,7 @@ async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.Contro
             await stub.GetJob(control_pb2.GetJobRequest(job=job))
             yield stub
         except PeerUnavailable as error:
-            raise NotRunning(_why_no_answer(folder)) from error
+            raise NotRunning(await asyncio.to_thread(_why_no_answer, folder)) from error
     finally:
         await channels.close()
 

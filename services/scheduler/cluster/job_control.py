@@ -18,9 +18,10 @@ from typing import Any
 
 import grpc
 
-from tidegate.adapters.grpc_server import Service
+from tidegate.adapters.grpc_server import ERROR_METADATA, Service
 from tidegate.job import JobFolder
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.ports.rpc import PeerRefused
 from tidegate.types import job_id
 from tidegate.v1 import control_pb2, control_pb2_grpc
 
@@ -34,18 +35,30 @@ class JobsControl(control_pb2_grpc.ControlServicer):
         self._output_dir = output_dir
 
     async def pass_on(self, method: str, request: Any, context: Any) -> Any:
-        async with control_of(self._folder(request.job)) as control:
-            return await getattr(control, method)(request, timeout=context.time_remaining())
+        try:
+            async with control_of(self._folder(request.job)) as control:
+                return await getattr(control, method)(request, timeout=context.time_remaining())
+        except PeerRefused as refused:
+            await _abort(context, refused)
 
     async def pass_on_stream(self, method: str, request: Any, context: Any) -> AsyncIterator[Any]:
-        async with control_of(self._folder(request.job)) as control:
-            rows = getattr(control, method)(request, timeout=context.time_remaining())
-            async for row in rows:
-                yield row
+        try:
+            async with control_of(self._folder(request.job)) as control:
+                rows = getattr(control, method)(request, timeout=context.time_remaining())
+                async for row in rows:
+                    yield row
+        except PeerRefused as refused:
+            await _abort(context, refused)
 
     def _folder(self, name: str) -> JobFolder:
         """ValueError: it is no name of a job."""
         return JobFolder(self._output_dir / job_id(name))
+
+
+async def _abort(context: Any, refused: PeerRefused) -> None:
+    """As the job said it."""
+    trailing = ((ERROR_METADATA, refused.error),) if refused.error else ()
+    await context.abort(grpc.StatusCode[refused.status], refused.reason, trailing_metadata=trailing)
 
 
 def jobs_control(output_dir: Path) -> Service:
