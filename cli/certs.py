@@ -68,9 +68,9 @@ def _answer(authority: Any, args: argparse.Namespace, form: Form) -> int:
         return 0
     own = authority.load(args.authority)
     if args.verb == "issue":
-        issued = own.issue(
-            Identity(own.cluster, Party(args.party), args.name), args.to, addresses=args.address, days=args.days
-        )
+        identity = Identity(own.cluster, Party(args.party), args.name)
+        _refuse_another(args.to, identity)
+        issued = own.issue(identity, args.to, addresses=args.address, days=args.days)
         text = f"{args.to} has the credential of {issued.identity}, until {issued.ends:%Y-%m-%d %H:%M} UTC"
         print(answer_text(_row(issued) | {"folder": str(args.to)}, text, form))
         return 0
@@ -82,6 +82,19 @@ def _answer(authority: Any, args: argparse.Namespace, form: Form) -> int:
         return 0
     show([_row(each) for each in own.issued()], COLUMNS, form=form, out=sys.stdout, empty="no credential is in force")
     return 0
+
+
+def _refuse_another(folder: Path, identity: Identity) -> None:
+    """BadUsage where the folder has somebody else's credential: its server would be another one at its next call."""
+    from tidegate.adapters.grpc_tls import Credentials
+    from tidegate.certs.authority import CertsError
+
+    try:
+        there = Credentials(folder).identity
+    except CertsError:
+        return
+    if there != identity:
+        raise BadUsage(f"{folder} has the credential of {there}: give {identity} a folder of its own")
 
 
 def _rights(args: argparse.Namespace, form: Form) -> int:

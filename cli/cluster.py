@@ -12,6 +12,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
 
+from cli import doctor
 from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named
 from cli.cluster_queue import row_of, until_ended
 from cli.rows import Form, answer_text
@@ -43,6 +45,8 @@ from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.interfaces import interface_of
+from tidegate.short_lists import counted
+from tidegate.sizes import size_text
 from tidegate.types import NodeId
 from tidegate.v1 import cluster_pb2
 
@@ -97,7 +101,7 @@ def nodes_of(words: list[str]) -> tuple[dict[NodeId, int], dict[NodeId, str]]:
         is_count = count.isascii() and count.isdecimal() and 1 <= int(count) <= MOST_SLOTS
         if not (equals and node and is_count and bool(at) == bool(machine)):
             raise BadUsage(
-                f"{word!r} is no node with its slots, as in n0=8 (1 to {MOST_SLOTS}), or n1=8@b on machine b"
+                f"{word!r} is no NODE=SLOTS with 1 to {MOST_SLOTS} slots, as in n0=8, or n1=8@b on machine b"
             )
         if NodeId(node) in found:
             raise BadUsage(f"node {node} is named twice")
@@ -119,7 +123,7 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         agents[name] = agent
     if unknown := sorted({*machine_by_node.values()} - {*agents}):
         raise BadUsage(
-            f"no --machine tells where {', '.join(unknown)} is: give it, as in --machine {unknown[0]}=10.0.0.8:7400"
+            f"no --machine names {', '.join(unknown)}: give it, as in --machine {unknown[0]}=10.0.0.8:7400"
         )
     if idle := sorted({*agents} - {*machine_by_node.values()}):
         raise BadUsage(f"--machine {', '.join(idle)} has no node: give it some, as in n1=8@{idle[0]}")
@@ -222,7 +226,12 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         folder.check_writing()
     except OSError as error:
         raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error
-    text = ", ".join(f"{node} with {count} slots" for node, count in slots.nodes.items())
+    if fault := _disk_fault(folder):
+        raise NotUp(fault)
+    with suppress(OSError):  # the agent tells it
+        for fault in KeptQueue(folder.queue).read().faults:
+            print(f"tidegate: {fault}", file=sys.stderr)
+    text = ", ".join(f"{node} with {counted(count, 'slot')}" for node, count in slots.nodes.items())
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
     if args.foreground:
@@ -240,12 +249,19 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if keeper is not None:
         answer["keeper"] = keeper.name
         told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
-    else:
-        with suppress(OSError):
-            for fault in KeptQueue(folder.queue).read().faults:
-                print(f"tidegate: {fault}: the queue goes on without it", file=sys.stderr)
     print(answer_text(answer, told, form))
     return 0
+
+
+def _disk_fault(folder: ClusterFolder) -> str:
+    """Why no job could run: each has streams in NATS, whose room NATS reserves. Empty: one can."""
+    needed, there = doctor.stream_bytes(), folder.state if folder.state.is_dir() else folder.root
+    free = shutil.disk_usage(there).free
+    if free >= needed:
+        return ""
+    option = "--gate-root" if folder.is_of_several else "--output-dir"
+    found = f"{there} has {size_text(free)} free, and NATS reserves {size_text(needed)} there for each job"
+    return f"{found}: make room, or name another {option}"
 
 
 def _digest(slots: Slots, machine_by_node: Mapping[NodeId, str], machines: Iterable[str]) -> str:

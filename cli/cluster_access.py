@@ -1,4 +1,4 @@
-"""The way to a cluster's API, and to those of its jobs: on this machine, or by the one that keeps the cluster."""
+"""The way to a cluster's API: the agent on this machine, or the machine that keeps the cluster by turns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import KEEPS, Keepers, Term
 from tidegate.cluster.machines import host_of
-from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
-from tidegate.launcher.control import control_of as control_here
-from tidegate.launcher.lock import machine_number, record_of_holder, runs_elsewhere
-from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.launcher.lock import machine_number, record_of_holder
+from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
-from tidegate.v1 import cluster_pb2_grpc, control_pb2, control_pb2_grpc
+from tidegate.v1 import cluster_pb2_grpc
 
 OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
 """Names the folder of an operator's credential, on a machine that does not stand by."""
@@ -32,6 +30,10 @@ OPERATOR_VARIABLE = "TIDEGATE_OPERATOR"
 
 class NoCluster(NotRunning):
     """No cluster is up in the folder."""
+
+
+class ClusterDown(NoCluster):
+    """Nobody keeps it now, as far as this machine sees."""
 
 
 class KeptElsewhere(NoCluster):
@@ -91,40 +93,34 @@ def _of_keeper(keeper: Term, far: str, folder: ClusterFolder) -> tuple[str, str]
 @asynccontextmanager
 async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
     """A stub of the Cluster API. NoCluster where none is up, KeptElsewhere where another machine keeps it."""
-    async with _channel_to(folder, keeper_elsewhere(folder)) as channel:
-        yield cluster_pb2_grpc.ClusterStub(channel)
-
-
-@asynccontextmanager
-async def control_of(folder: JobFolder) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
-    """A stub of the job's Control API, after a first answer. Where another machine keeps the job's cluster, that one
-    passes the calls on. NotRunning: it gives no answer, then or later."""
-    cluster, job = ClusterFolder.of(folder.root.parent), folder.root.name
-    keeper = keeper_elsewhere(cluster)
-    if keeper is None or not runs_elsewhere(folder):
-        async with control_here(folder) as control:
-            yield control
-        return
-    async with _channel_to(cluster, keeper) as channel:
-        control = control_pb2_grpc.ControlStub(channel)
+    async with channel_to(folder, keeper_elsewhere(folder)) as channel:
         try:
-            await control.GetJob(control_pb2.GetJobRequest(job=job))
-            yield control
-        except PeerUnavailable as error:
-            raise NotRunning(f"job {job} gave no answer by {named(keeper, cluster)}; try again") from error
-        except PeerRefused as refused:
-            if refused.error == NotRunning.__name__:
-                raise NotRunning(refused.reason) from refused
-            if refused.status == "UNIMPLEMENTED":
-                told = f"{keeper.name} keeps the cluster with another release, which passes nothing on to jobs"
-                raise NotRunning(told) from refused
+            yield cluster_pb2_grpc.ClusterStub(channel)
+        except PeerUnavailable:
+            refuse_down(folder)
             raise
 
 
+def refuse_down(folder: ClusterFolder) -> None:
+    """ClusterDown, with what to do."""
+    if keeper_elsewhere(folder) is not None or agent_pid(folder) is not None:
+        return
+    output_dir = folder.root.parent
+    if folder.is_of_several:
+        how = "one that stands by begins soon, otherwise run tidegate up --standby"
+        raise ClusterDown(f"no machine keeps the cluster of {output_dir} now: {how}")
+    if folder.description.exists():
+        raise ClusterDown(f"the cluster of {output_dir} was killed: start it with tidegate up")
+    raise ClusterDown(f"no cluster is up in {output_dir}: start one with tidegate up n0=8")
+
+
 @asynccontextmanager
-async def _channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterator[Any]:
+async def channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterator[Any]:
     """The channel of gRPC. Raises as `cluster_of`."""
+    refuse_down(folder)
     output_dir, peer = folder.root.parent, SCHEDULER
+    if keeper is None and agent_pid(folder) == 0:
+        raise KeptElsewhere(f"the cluster of {output_dir} is up on another machine: call it there")
     try:
         has_begun = keeper is None or folder.endpoint.exists()
         fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
@@ -136,14 +132,9 @@ async def _channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterat
         if keeper is not None:
             peer = Identity(tls.identity.cluster, Party.NODE, keeper.name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        how = "start one with tidegate up n0=8"
-        if folder.is_of_several:
-            how = (
-                "no machine has its turn now; one that stands by begins soon, and else one starts tidegate up --standby"
-            )
-        raise NoCluster(f"no cluster is up in {output_dir}: {how}") from error
+        raise NoCluster(f"the cluster of {output_dir} begins, and takes no commands yet: try again") from error
     except (ValueError, KeyError, TypeError, CertsError) as error:
-        raise NoCluster(f"the cluster in {output_dir} does not answer ({error}): start it with tidegate up") from error
+        raise NoCluster(f"the cluster of {output_dir} cannot be asked: {error}") from error
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
         yield channels.connect(endpoint, peer)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
-from cli.cluster_access import KeptElsewhere, NoCluster, NotYet, agent_pid, cluster_of, keeper_elsewhere
+from cli.cluster_access import ClusterDown, KeptElsewhere, NoCluster, cluster_of
 from cli.jobs import UnknownJob
+from cli.queue_files import kept_submissions, word_of
 from cli.rows import Form, Row, show
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import SILENT_S
-from tidegate.cluster.kept_queue import KeptQueue
-from tidegate.cluster.submissions import Submission, SubmissionState
+from tidegate.job import JobFolder
+from tidegate.launcher.lock import launcher_pid
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.v1 import cluster_pb2
 
@@ -29,7 +29,6 @@ NEXT_KEEPER_S = SILENT_S + 60.0
 """Another machine takes over, starts its servers, and reads the queue."""
 _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
-DOWN = "the cluster is down: tidegate up goes on with it"
 
 
 async def wait(jobs: Collection[str], output_dir: Path, form: Form) -> int:
@@ -71,41 +70,16 @@ def _told(each: cluster_pb2.Submission) -> str:
     return f"{state}: {each.message}" if each.message or each.end else state
 
 
-@contextmanager
-def _or_none() -> Iterator[None]:
-    try:
-        yield
-    except KeptElsewhere as error:
-        print(f"tidegate: {error}", file=sys.stderr)
-    except NoCluster:
-        pass
-
-
 async def submissions(output_dir: Path) -> list[cluster_pb2.Submission]:
-    """Those of the cluster of this folder, of one that is down too. Another machine that keeps it is told."""
+    """Those of the cluster of this folder, of one that is down too. One that cannot be asked is told."""
     folder = ClusterFolder.of(output_dir)
     try:
         return await _listed(folder)
-    except KeptElsewhere as error:
+    except ClusterDown:
+        return kept_submissions(folder)
+    except NoCluster as error:
         print(f"tidegate: {error}", file=sys.stderr)
-    except NoCluster:
-        return _kept(folder)
-    return []
-
-
-def _kept(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
-    """Of a cluster that is down."""
-    try:
-        jobs = KeptQueue(folder.queue).read().jobs
-    except OSError as error:
-        print(f"tidegate: the queue of {folder.root.parent} cannot be read: {error}", file=sys.stderr)
         return []
-    return [_encoded(Submission.parse(each.record)) for each in jobs.values()]
-
-
-def _encoded(each: Submission) -> cluster_pb2.Submission:
-    message = each.message if each.state is SubmissionState.ENDED else DOWN
-    return cluster_pb2.Submission(job=each.job, state=each.state, end=each.end, message=message)
 
 
 async def _listed(folder: ClusterFolder, *, patience_s: float = ANSWER_S) -> list[cluster_pb2.Submission]:
@@ -115,32 +89,42 @@ async def _listed(folder: ClusterFolder, *, patience_s: float = ANSWER_S) -> lis
         try:
             async with cluster_of(folder) as cluster:
                 return list((await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions)
-        except PeerUnavailable as error:
-            if agent_pid(folder) is None and keeper_elsewhere(folder) is None:
-                raise NoCluster(f"the cluster in {folder.root.parent} was killed: start it with tidegate up") from error
+        except PeerUnavailable:
             if time.monotonic() > deadline_s:
                 raise
         except NoCluster as error:
-            is_between_keepers = patience_s > ANSWER_S and (isinstance(error, NotYet) or type(error) is NoCluster)
+            is_between_keepers = patience_s > ANSWER_S and type(error) is not KeptElsewhere
             if not is_between_keepers or time.monotonic() > deadline_s:
                 raise
         await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def gpus(output_dir: Path) -> cluster_pb2.ListClusterGpusResponse:
-    """Those of the cluster of this folder; none where no cluster is up. Another machine that keeps it is told."""
-    with _or_none():
+    """Those of the cluster of this folder; none where it is down. One that cannot be asked is told."""
+    try:
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
             return await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
+    except ClusterDown:
+        pass
+    except NoCluster as error:
+        print(f"tidegate: {error}", file=sys.stderr)
     return cluster_pb2.ListClusterGpusResponse()
 
 
-async def cancelled(output_dir: Path, job: str) -> cluster_pb2.Submission | None:
-    """Cancels a job of the cluster. None: it does not have the job, or no cluster is up."""
-    if not any(each.job == job and each.state != "ended" for each in await submissions(output_dir)):
-        return None
-    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-        return (await cluster.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job=job))).submission
+async def cancelled(output_dir: Path, job: str, reason: str) -> cluster_pb2.Submission | None:
+    """Cancels a job of the cluster. None: it is not the cluster's, or somebody runs it by hand. NoCluster."""
+    folder, own = ClusterFolder.of(output_dir), JobFolder(output_dir / job)
+    try:
+        if not any(each.job == job and each.state != "ended" for each in await _listed(folder)):
+            return None
+        async with cluster_of(folder) as cluster:
+            request = cluster_pb2.CancelSubmissionRequest(job=job, reason=reason)
+            return (await cluster.CancelSubmission(request)).submission
+    except ClusterDown:
+        kept = word_of(own)
+        if kept is None or kept.state == "ended" or launcher_pid(own) is not None:
+            return None
+        raise
 
 
 def row_of(each: cluster_pb2.Submission) -> Row:

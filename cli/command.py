@@ -86,6 +86,9 @@ def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespac
     if args.command == "logs" and not args.source and len(rest) == 1 and not rest[0].startswith("-"):
         # argparse takes the optional source only before the first flag: add it, as in `logs a -f scheduler`.
         args.source = rest.pop()
+    if args.command in ("get", "wait", "prune") and not any(word.startswith("-") for word in rest):
+        args.jobs += rest  # argparse takes them only before the first flag
+        rest = []
     config = args.config if "config" in args else None
     if rest and (config is None or any(word.startswith("-") for word in rest)):
         help_ = f"`{parser.prog} {args.command} --help` lists the arguments"
@@ -169,6 +172,9 @@ def _run(args: argparse.Namespace) -> int:
         case "migrate":
             return asyncio.run(manual_moves.migrate(args.job, args.leaving, args.coming, output_dir, manner_of(args)))
         case "drain" if not args.targets:
+            if args.dry_run or args.wait:
+                flag = "--dry-run" if args.dry_run else "--wait"
+                raise BadUsage(f"drain {args.job} takes no {flag}: that is for GPUs of a job (tidegate drain JOB n0/3)")
             return asyncio.run(nodes.drain_node(args.job, output_dir, form, undo=args.undo))
         case "drain":
             return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
@@ -224,7 +230,8 @@ def _parser() -> Parser:
     doctor.add_argument("config", nargs="*", metavar="CONFIG | key=value", help="the job, as for `run` (default: any)")
     get = on_jobs("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "nodes", "deadletters"])
-    get.add_argument("jobs", nargs="*", metavar="JOB", help="only these jobs")
+    help_ = "only these jobs; get nodes: only these nodes, or those of these jobs"
+    get.add_argument("jobs", nargs="*", metavar="JOB|NODE", help=help_)
     get.add_argument("-w", "--watch", action="store_true", help="show it again as it changes, until Ctrl-C")
     for name, description in (
         ("describe", "Show a job: its state, components, iterations and evaluations. Or a node of a cluster."),

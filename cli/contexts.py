@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tidegate.json_text import typed
 
 CLUSTER_VARIABLE = "TIDEGATE_CLUSTER"
 """Names the context for commands that name none."""
+_NAMED: ContextVar[Context | None] = ContextVar("the context that the command line names", default=None)
 COLUMNS = ("context", "output_dir", "operator")
 
 
@@ -44,16 +46,22 @@ class Context:
     def read(cls, path: Path) -> Context:
         """ValueError, OSError."""
         try:
-            fields = typed(dict, yaml.safe_load(path.read_text()), "a context")
+            found = yaml.safe_load(path.read_text())
         except yaml.YAMLError as error:
-            raise ValueError(f"it is no YAML ({error})") from error
+            raise ValueError(f"it is no YAML ({' '.join(str(error).split())})") from error
+        if found is None:
+            raise ValueError("it is empty")
+        fields = typed(dict, found, "a context")
         if unknown := sorted({*map(str, fields)} - {"output_dir", "operator"}):
             raise ValueError(f"it has {', '.join(unknown)}, and only output_dir and operator have a meaning")
         if "output_dir" not in fields:
             raise ValueError("it has no output_dir")
-        folders = {name: Path(typed(str, value, name)).expanduser() for name, value in fields.items()}
+        try:
+            folders = {name: Path(typed(str, value, name)).expanduser() for name, value in fields.items()}
+        except RuntimeError as error:  # of a home that nobody has
+            raise ValueError(str(error)) from error
         if relative := [name for name, folder in folders.items() if not folder.is_absolute()]:
-            raise ValueError(f"{relative[0]} is no whole path")
+            raise ValueError(f"{relative[0]} is not an absolute path")
         return cls(**folders)
 
     def write(self, path: Path) -> None:
@@ -77,9 +85,12 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 def settle(args: argparse.Namespace) -> None:
     """Sets `output_dir` to the folder that the command line means. BadUsage."""
+    _NAMED.set(None)
     if args.output_dir is None and "context" in args:
         if named := args.context or os.environ.get(CLUSTER_VARIABLE):
-            args.output_dir = str(_known(named).output_dir)
+            found = _known(named, "" if args.context else f" ({CLUSTER_VARIABLE} names it)")
+            _NAMED.set(found)
+            args.output_dir = str(found.output_dir)
     elif "context" in args and args.context:
         raise BadUsage(f"--cluster {args.context} and --output-dir {args.output_dir}: give one of them")
     if args.output_dir is None:
@@ -87,7 +98,9 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def operator_of(output_dir: Path) -> Path | None:
-    """The credential of a context with this folder."""
+    """The credential of the context that the command line names, or of one with this folder."""
+    if (named := _NAMED.get()) is not None and named.output_dir.resolve() == output_dir.resolve():
+        return named.operator
     for path in _files():
         with suppress(ValueError, OSError):
             found = Context.read(path)
@@ -109,6 +122,8 @@ def context(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             path.unlink()
         except FileNotFoundError:
             raise _unknown(args.name) from None
+        except OSError as error:
+            raise BadUsage(f"context {args.name} cannot be removed: {error}") from error
         print(answer_text({"context": args.name, "state": "removed"}, f"context {args.name} is removed", form))
         return 0
     if not output_dir.is_dir():
@@ -116,7 +131,10 @@ def context(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if args.operator is not None:
         _check(args.operator)
     new = Context(output_dir, args.operator and args.operator.resolve())
-    new.write(path)
+    try:
+        new.write(path)
+    except OSError as error:
+        raise BadUsage(f"context {args.name} cannot be written: {error}") from error
     print(answer_text(_row(path), f"--cluster {args.name} stands for the cluster of {output_dir}", form))
     return 0
 
@@ -147,19 +165,19 @@ def _path(name: str) -> Path:
     return _folder() / f"{name}.yaml"
 
 
-def _unknown(name: str) -> BadUsage:
+def _unknown(name: str, by: str = "") -> BadUsage:
     known = ", ".join(each.stem for each in _files()) or "none"
-    return BadUsage(f"there is no context {name}; there: {known}. tidegate context add {name} makes it")
+    return BadUsage(f"there is no context {name}{by}; there: {known}. tidegate context add NAME makes one")
 
 
-def _known(name: str) -> Context:
+def _known(name: str, by: str) -> Context:
     path = _path(name)
     try:
         return Context.read(path)
     except FileNotFoundError:
-        raise _unknown(name) from None
+        raise _unknown(name, by) from None
     except (ValueError, OSError) as error:
-        raise BadUsage(f"context {name} ({path}) cannot be used: {error}") from error
+        raise BadUsage(f"context {name}{by} cannot be used: {path}: {error}") from error
 
 
 def _row(path: Path) -> Row:

@@ -140,7 +140,7 @@ def disk(output_dir: Path, *, least_bytes: int | None = None) -> Finding:
 
     None for `least_bytes` means: as much as the streams of a job reserve by default.
     """
-    needed = _stream_bytes() if least_bytes is None else least_bytes
+    needed = stream_bytes() if least_bytes is None else least_bytes
     folder = next(path for path in (output_dir.resolve(), *output_dir.resolve().parents) if path.is_dir())
     check, free_bytes = f"disk of {output_dir}", shutil.disk_usage(folder).free
     found = f"{free_bytes / 2**30:.1f} GiB free"
@@ -153,7 +153,8 @@ def disk(output_dir: Path, *, least_bytes: int | None = None) -> Finding:
     return Finding(check, Health.OK, found)
 
 
-def _stream_bytes() -> int:
+def stream_bytes() -> int:
+    """What NATS reserves for the streams of a job, by default."""
     default = RuntimeSection()
     return default.events_max_bytes + default.samples_max_bytes + default.dead_max_bytes
 

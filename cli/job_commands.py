@@ -13,8 +13,8 @@ from google.protobuf.json_format import MessageToDict
 
 from cli import cluster_queue, job_streams, jobs, nodes
 from cli import prune as prunes
-from cli.cluster_access import control_of
 from cli.doctor import Finding, Health, examine
+from cli.job_access import control_of
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
 from cli.rows import Form, Row, answer_text, show, table, written
 from cli.selection import Selection
@@ -178,7 +178,7 @@ async def logs(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 
 async def cancel(job: str, reason: str, output_dir: Path, form: Form) -> int:
-    found = await cluster_queue.cancelled(output_dir, job)
+    found = await cluster_queue.cancelled(output_dir, job, reason)
     if found is None:
         async with control_of(jobs.job_folder(output_dir, job)) as control:
             await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
@@ -210,16 +210,15 @@ async def _job_rows(names: list[str], output_dir: Path) -> list[Row]:
     rows: dict[str, Row] = {
         job: dict.fromkeys(jobs.JOB_COLUMNS) | {"job": job, "state": each.end or each.state, "message": each.message}
         for job, each in submitted.items()
-        if (each.state in ("queued", "placed") or job not in has_folder) and (not names or job in names)
+        # A folder that is gone was removed, where the job has finished.
+        if (each.state in ("queued", "placed") or (job not in has_folder and each.end != "finished"))
+        and (not names or job in names)
     }
     if names:
         there = [jobs.job_folder(output_dir, name) for name in names if name not in rows]
     for folder in there:
-        if (job := folder.root.name) in rows:
-            continue
-        rows[job] = await jobs.job_row(folder)
-        if job in submitted and submitted[job].message == cluster_queue.DOWN:
-            rows[job] = {**rows[job], "message": cluster_queue.DOWN}
+        if folder.root.name not in rows:
+            rows[folder.root.name] = await jobs.job_row(folder)
     return [rows[job] for job in sorted(rows)]
 
 

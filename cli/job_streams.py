@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from operator import itemgetter
 
-from cli.cluster_access import control_of
+from cli.job_access import control_of
 from cli.jobs import UnknownJob
 from cli.selection import Selection
 from tidegate.attempts import AttemptFolder, attempts_in

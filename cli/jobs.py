@@ -15,7 +15,8 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cli.cluster_access import control_of
+from cli.job_access import control_of
+from cli.queue_files import word_of
 from cli.rows import Row, rounded
 from cli.views import failure_text
 from tidegate.codec import decode_layout
@@ -24,9 +25,9 @@ from tidegate.json_text import parse_json
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.lock import launcher_pid
-from tidegate.launcher.outcome import Outcome, role_name, without_phase
+from tidegate.launcher.outcome import End, Outcome, role_name, without_phase
 from tidegate.types import Token
-from tidegate.v1 import control_pb2, events_pb2
+from tidegate.v1 import cluster_pb2, control_pb2, events_pb2
 
 PLACES_ENDED = (-3, -4)
 """The values in `Generation.places` of sequences that ended or were cut."""
@@ -67,18 +68,24 @@ class UnknownJob(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """A job as `describe` shows it. `outcome` is None while it runs. `seconds` are those of each iteration."""
+    """A job as `describe` shows it. `outcome` is None while it runs. `seconds` are those of each iteration. `queued`:
+    what a cluster has made of a run that was interrupted."""
 
     status: control_pb2.GetJobResponse
     outcome: Outcome | None
     seconds: Mapping[int, float] = field(default_factory=dict)
+    queued: cluster_pb2.Submission | None = None
 
     @property
     def state(self) -> str:
+        if self.queued is not None and self.queued.state != "running":
+            return self.queued.end or self.queued.state
         return self.outcome.end if self.outcome else self.status.phase
 
     @property
     def message(self) -> str:
+        if self.queued is not None:
+            return self.queued.message
         return self.outcome.reason if self.outcome else without_phase(self.status.message, self.state)
 
 
@@ -86,6 +93,9 @@ def job_folder(output_dir: Path, job: str) -> JobFolder:
     """UnknownJob, with the names of the existing jobs."""
     folder = JobFolder(output_dir.resolve() / job)
     if not folder.config.is_file():
+        if (queued := word_of(folder)) is not None:
+            state = f"is {queued.end or queued.state}" + (f" ({queued.message})" if queued.message else "")
+            raise UnknownJob(f"job {job} {state}, and has no folder")
         known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"
         raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. --output-dir names another folder")
     return folder
@@ -105,7 +115,8 @@ async def describe(folder: JobFolder, *, is_whole: bool = True) -> JobDescriptio
     job = folder.root.name
     if folder.result.exists():
         outcome = Outcome.read(folder.result)
-        return JobDescription(outcome.job, outcome, outcome.seconds)
+        queued = word_of(folder) if outcome.end is End.INTERRUPTED else None
+        return JobDescription(outcome.job, outcome, outcome.seconds, queued)
     async with control_of(folder) as control:
         status = await control.GetJob(control_pb2.GetJobRequest(job=job))
     history = read_history(folder.events) if is_whole else History()
@@ -120,6 +131,8 @@ async def job_row(folder: JobFolder) -> Row:
         is_killed = launcher_pid(folder) is None
         state = "killed" if is_killed else "starting"
         message = "its run was killed; start it again with --resume" if is_killed else "its scheduler does not answer"
+        if is_killed and (queued := word_of(folder)) is not None and queued.state != "ended":
+            message = queued.message or f"the cluster has it as {queued.state}"
         return dict.fromkeys(JOB_COLUMNS) | {"job": job, "state": state, "message": message}
     rows = iteration_rows(found)
     # A job that ended before its scheduler had it has no count of iterations.

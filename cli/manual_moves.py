@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import jobs
-from cli.cluster_access import control_of
+from cli.job_access import control_of
 from cli.manual_waits import Goal, Place, held_of, until_applied, until_given_back, until_reached
 from cli.rows import Form, Row, answer_text, table, written
 from cli.usage import BadUsage

@@ -23,7 +23,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from cli import job_streams
-from cli.cluster_access import control_of
+from cli.job_access import control_of
 from tidegate.codec import decode_layout
 from tidegate.events import is_figure
 from tidegate.job import JobFolder

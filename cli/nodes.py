@@ -22,9 +22,11 @@ _GIB = 2**30
 def node_rows(
     there: cluster_pb2.ListClusterGpusResponse,
     submissions: Iterable[cluster_pb2.Submission],
-    jobs: Collection[str] = (),
+    names: Collection[str] = (),
 ) -> list[Row]:
-    """One row a node: its slots, those that no job has, and its jobs. `jobs`: only nodes of these."""
+    """One row a node: its slots, those that no job has, and its jobs. `names`: only these nodes, and those of these
+    jobs. BadUsage: there is no such node or job."""
+    submissions = list(submissions)
     job_of = {gpu: each.job for each in submissions for gpu in each.gpus}
     by_node: dict[NodeId, list[str]] = {}
     for gpu in there.gpus:
@@ -44,7 +46,10 @@ def node_rows(
         }
         for node, owners in by_node.items()
     ]
-    return [row for row in rows if not jobs or not set(row["jobs"]).isdisjoint(jobs)]
+    known = {*by_node, *(each.job for each in submissions)}
+    if unknown := sorted({*names} - known):
+        raise BadUsage(f"the cluster has no node or job {', '.join(unknown)}; its nodes are {', '.join(by_node)}")
+    return [row for row in rows if not names or row["node"] in names or not set(row["jobs"]).isdisjoint(names)]
 
 
 def _message(away: cluster_pb2.NodeAway | None, *, is_keepers: bool) -> str:
@@ -59,7 +64,7 @@ async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> 
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
             answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
     except NoCluster as error:
-        raise NoCluster(f"{error}; of a job name its GPUs or nodes too: tidegate drain {node} n0/3") from error
+        raise NoCluster(f"{error}; to drain GPUs of a job, name them too: tidegate drain {node} n0/3") from error
     how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
     row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
     print(answer_text(row, f"node {node} {how}", form))
@@ -79,20 +84,20 @@ async def describe_node(word: str, node: str, output_dir: Path, form: Form) -> i
     known = await cluster_queue.submissions(output_dir)
     (row,) = (each for each in node_rows(there, known) if each["node"] == node)
     needs = {each.job: each.node_bytes for each in known if any(node_of(GpuId(gpu)) == node for gpu in each.gpus)}
-    description = {**row, "host_memory_bytes_of": needs, "machine": _machine_row(found)}
+    description = {**row, "host_memory_bytes_of": needs, "machine": {**_machine_row(found), "name": row["machine"]}}
     if form is not Form.TABLE:
         print(written(description, form))
         return 0
     jobs = ", ".join(f"{job}{host_memory_text(needs.get(job, 0), before=' with ')}" for job in row["jobs"]) or "none"
     print(f"node {node}: {row['state']}, {row['free']} of {row['slots']} slots free, jobs: {jobs}")
     if row["message"]:
-        print(f"away {row['message']}")
+        print(f"away {row['message']}" if row["state"] == "away" else row["message"])
     print(_machine_text(found))
     return 0
 
 
 def _machine_row(found: cluster_pb2.GetNodeMachineResponse) -> Row:
-    there, named = found.machine, {"name": found.name, "agent": found.agent}
+    there, named = found.machine, {"name": found.name or None, "agent": found.agent or None}
     if not found.HasField("machine"):
         return named
     return {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from cli import jobs
-from cli.cluster_access import control_of
+from cli.job_access import control_of
 from cli.job_streams import goes_on_or_is_over
 from cli.jobs import PLACES_ENDED
 from cli.moves import MOST_MOVES, Moves, moves_of

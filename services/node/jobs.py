@@ -129,20 +129,20 @@ class NodeJobs:
             self._log.info("job started", job=job, start=number, treatment=treatment, pid=pid)
             self._changed()
 
-    def stop(self, job: JobId, *, cancels: bool) -> None:
-        """Ends what runs of the job: for good, or so that it can go on. Returns at once."""
+    def stop(self, job: JobId, *, cancels: bool, reason: str = "") -> None:
+        """Ends what runs of the job: for good and with a reason, or so that it can go on. Returns at once."""
         known = self._starts.get(job)
         if known is None or known.end is not None or (job, cancels) in self._stops:
             return
-        task = asyncio.create_task(self._stopped(job, known, cancels=cancels), name=f"stop-{job}")
+        task = asyncio.create_task(self._stopped(job, known, cancels=cancels, reason=reason), name=f"stop-{job}")
         self._stops[job, cancels] = task
         task.add_done_callback(lambda _: self._stops.pop((job, cancels), None))
 
-    async def _stopped(self, job: JobId, start: Start, *, cancels: bool) -> None:
+    async def _stopped(self, job: JobId, start: Start, *, cancels: bool, reason: str) -> None:
         if cancels:
             with suppress(NotRunning, PeerUnavailable, PeerRefused):
                 async with control_of(JobFolder.of(start.config)) as control:
-                    await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason="cancelled by hand"))
+                    await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
                 return
         await self._supervisor.stop(f"{_JOB}{job}")
 

@@ -121,7 +121,7 @@ class NodeServicer(cluster_pb2_grpc.NodeServicer):
         return cluster_pb2.StartJobResponse()
 
     async def StopJob(self, request: cluster_pb2.StopJobRequest, context: Any) -> cluster_pb2.StopJobResponse:
-        self._jobs().stop(job_id(request.job), cancels=request.cancels)
+        self._jobs().stop(job_id(request.job), cancels=request.cancels, reason=request.reason)
         return cluster_pb2.StopJobResponse()
 
     def _jobs(self) -> NodeJobs:

@@ -69,6 +69,8 @@ class KeptQueue:
                 jobs[each.job] = KeptJob(text, config.read_text() if config.exists() else "")
                 self._records[each.job] = text
                 self._config_of[each.job] = hashlib.sha256(jobs[each.job].config.encode()).hexdigest()
+                if self.lacks_config(each):
+                    faults.append(f"{config} is damaged or missing: cancel job {each.job}, and submit it again")
             except (ValueError, IsADirectoryError) as error:
                 faults.append(f"{path} cannot be read ({error})")
         drained, term = frozenset[NodeId](), 0

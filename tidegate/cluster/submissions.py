@@ -66,6 +66,8 @@ class Submission:
     leaves: str = ""
     node_bytes: int = 0
     """The host memory that it needs on each of its nodes."""
+    reason: str = ""
+    """Why a person cancelled it, where he said so."""
     resumes_unix_ms: int = 0
     """While it waits after an interruption: when it goes on, by the store's clock."""
     iteration: int = 0
@@ -82,6 +84,9 @@ class Submission:
     @property
     def num_gpus(self) -> int:
         return sum(self.needs)
+
+    def with_reason(self, what: str) -> str:
+        return f"{what}: {self.reason}" if self.reason else what
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -115,6 +120,7 @@ class Submission:
             # Records of earlier releases have none.
             leaves=typed(str, fields.get("leaves", ""), "leaves"),
             node_bytes=whole_number(fields.get("node_bytes", 0), "node_bytes"),
+            reason=typed(str, fields.get("reason", ""), "reason"),
             resumes_unix_ms=whole_number(fields.get("resumes_unix_ms", 0), "resumes_unix_ms"),
             iteration=whole_number(fields.get("iteration", 0), "iteration"),
             **texts,

@@ -28,7 +28,7 @@ from tidegate.v1 import events_pb2 as tidegate_dot_v1_dot_events__pb2
 from tidegate.v1 import machine_pb2 as tidegate_dot_v1_dot_machine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/cluster.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x19tidegate/v1/control.proto\x1a\x18tidegate/v1/events.proto\x1a\x19tidegate/v1/machine.proto\"l\n\x10SubmitJobRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\ttreatment\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x0f\n\x07\x63ommand\x18\x04 \x01(\t\x12\x12\n\nnode_bytes\x18\x05 \x01(\x04\"@\n\x11SubmitJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x18\n\x16ListSubmissionsRequest\"G\n\x17ListSubmissionsResponse\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.Submission\"\xd1\x01\n\nSubmission\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x19\n\x11submitted_unix_ms\x18\x04 \x01(\x04\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x12\n\nnum_starts\x18\x06 \x01(\r\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12\x10\n\x08num_gpus\x18\n \x01(\r\x12\x12\n\nnode_bytes\x18\x0b \x01(\x04\"\x18\n\x16ListClusterGpusRequest\"\xa0\x01\n\x17ListClusterGpusResponse\x12$\n\x04gpus\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GpuStatus\x12\x15\n\rdrained_nodes\x18\x02 \x03(\t\x12#\n\x04\x61way\x18\x03 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\x12#\n\x06places\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Places\"~\n\x06Places\x12\x33\n\x08machines\x18\x01 \x03(\x0b\x32!.tidegate.v1.Places.MachinesEntry\x12\x0e\n\x06keeper\x18\x02 \x01(\t\x1a/\n\rMachinesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x08NodeAway\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"%\n\x15GetNodeMachineRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"g\n\x16GetNodeMachineResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x30\n\x07machine\x18\x03 \x01(\x0b\x32\x1f.tidegate.v1.GetMachineResponse\".\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"*\n\x11\x44rainNodeResponse\x12\x15\n\rdrained_nodes\x18\x01 \x03(\t\"&\n\x17\x43\x61ncelSubmissionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"G\n\x18\x43\x61ncelSubmissionResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x13\n\x11\x42\x61\x63kUpJobsRequest\";\n\x12\x42\x61\x63kUpJobsResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"-\n\x0b\x42\x61\x63kedUpJob\x12\x0e\n\x06record\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\":\n\x11RestoreJobRequest\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"T\n\x12RestoreJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\x12\x11\n\twas_known\x18\x02 \x01(\x08\"K\n\x0eGetNodeRequest\x12\x15\n\rknown_version\x18\x01 \x01(\x04\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\x12\x12\n\nnum_rounds\x18\x03 \x01(\x04\"\xfd\x02\n\x0fGetNodeResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12=\n\tnum_slots\x18\x02 \x03(\x0b\x32*.tidegate.v1.GetNodeResponse.NumSlotsEntry\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12#\n\x04jobs\x18\x04 \x03(\x0b\x32\x15.tidegate.v1.JobStart\x12%\n\x05gates\x18\x05 \x03(\x0b\x32\x16.tidegate.v1.GateState\x12\x15\n\rslots_per_gpu\x18\x06 \x01(\r\x12#\n\x04\x61way\x18\x07 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\x12,\n\x0bhost_memory\x18\x08 \x03(\x0b\x32\x17.tidegate.v1.HostMemory\x12#\n\x06places\x18\t \x01(\x0b\x32\x13.tidegate.v1.Places\x1a/\n\rNumSlotsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"0\n\nHostMemory\x12\r\n\x05nodes\x18\x01 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"n\n\x08JobStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rhas_not_begun\x18\x05 \x01(\x08\x12\x11\n\titeration\x18\x06 \x01(\x04\"|\n\x0fStartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x11\n\ttreatment\x18\x04 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x05 \x01(\t\x12\x19\n\x11submitted_unix_ms\x18\x06 \x01(\x04\"\x12\n\x10StartJobResponse\".\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x08\"\x11\n\x0fStopJobResponse2\xf4\x05\n\x07\x43luster\x12Q\n\tSubmitJob\x12\x1d.tidegate.v1.SubmitJobRequest\x1a\x1e.tidegate.v1.SubmitJobResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x64\n\x0fListSubmissions\x12#.tidegate.v1.ListSubmissionsRequest\x1a$.tidegate.v1.ListSubmissionsResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x64\n\x0fListClusterGpus\x12#.tidegate.v1.ListClusterGpusRequest\x1a$.tidegate.v1.ListClusterGpusResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x61\n\x0eGetNodeMachine\x12\".tidegate.v1.GetNodeMachineRequest\x1a#.tidegate.v1.GetNodeMachineResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12Q\n\tDrainNode\x12\x1d.tidegate.v1.DrainNodeRequest\x1a\x1e.tidegate.v1.DrainNodeResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x66\n\x10\x43\x61ncelSubmission\x12$.tidegate.v1.CancelSubmissionRequest\x1a%.tidegate.v1.CancelSubmissionResponse\"\x05\xa2\xbb\x18\x01\x04\x12V\n\nBackUpJobs\x12\x1e.tidegate.v1.BackUpJobsRequest\x1a\x1f.tidegate.v1.BackUpJobsResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12T\n\nRestoreJob\x12\x1e.tidegate.v1.RestoreJobRequest\x1a\x1f.tidegate.v1.RestoreJobResponse\"\x05\xa2\xbb\x18\x01\x04\x32\xd4\x02\n\x04Node\x12\x62\n\x10GetMachineOfNode\x12\".tidegate.v1.GetNodeMachineRequest\x1a#.tidegate.v1.GetNodeMachineResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07GetNode\x12\x1b.tidegate.v1.GetNodeRequest\x1a\x1c.tidegate.v1.GetNodeResponse\"\x05\xa2\xbb\x18\x01\x02\x12N\n\x08StartJob\x12\x1c.tidegate.v1.StartJobRequest\x1a\x1d.tidegate.v1.StartJobResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07StopJob\x12\x1b.tidegate.v1.StopJobRequest\x1a\x1c.tidegate.v1.StopJobResponse\"\x05\xa2\xbb\x18\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/cluster.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x19tidegate/v1/control.proto\x1a\x18tidegate/v1/events.proto\x1a\x19tidegate/v1/machine.proto\"l\n\x10SubmitJobRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\ttreatment\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x0f\n\x07\x63ommand\x18\x04 \x01(\t\x12\x12\n\nnode_bytes\x18\x05 \x01(\x04\"@\n\x11SubmitJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x18\n\x16ListSubmissionsRequest\"G\n\x17ListSubmissionsResponse\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.Submission\"\xd1\x01\n\nSubmission\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x19\n\x11submitted_unix_ms\x18\x04 \x01(\x04\x12\x0c\n\x04gpus\x18\x05 \x03(\t\x12\x12\n\nnum_starts\x18\x06 \x01(\r\x12\x14\n\x0cis_cancelled\x18\x07 \x01(\x08\x12\x0b\n\x03\x65nd\x18\x08 \x01(\t\x12\x0f\n\x07message\x18\t \x01(\t\x12\x10\n\x08num_gpus\x18\n \x01(\r\x12\x12\n\nnode_bytes\x18\x0b \x01(\x04\"\x18\n\x16ListClusterGpusRequest\"\xa0\x01\n\x17ListClusterGpusResponse\x12$\n\x04gpus\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GpuStatus\x12\x15\n\rdrained_nodes\x18\x02 \x03(\t\x12#\n\x04\x61way\x18\x03 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\x12#\n\x06places\x18\x04 \x01(\x0b\x32\x13.tidegate.v1.Places\"~\n\x06Places\x12\x33\n\x08machines\x18\x01 \x03(\x0b\x32!.tidegate.v1.Places.MachinesEntry\x12\x0e\n\x06keeper\x18\x02 \x01(\t\x1a/\n\rMachinesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x08NodeAway\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"%\n\x15GetNodeMachineRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"g\n\x16GetNodeMachineResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x30\n\x07machine\x18\x03 \x01(\x0b\x32\x1f.tidegate.v1.GetMachineResponse\".\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"*\n\x11\x44rainNodeResponse\x12\x15\n\rdrained_nodes\x18\x01 \x03(\t\"6\n\x17\x43\x61ncelSubmissionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"G\n\x18\x43\x61ncelSubmissionResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\"\x13\n\x11\x42\x61\x63kUpJobsRequest\";\n\x12\x42\x61\x63kUpJobsResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"-\n\x0b\x42\x61\x63kedUpJob\x12\x0e\n\x06record\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\":\n\x11RestoreJobRequest\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.tidegate.v1.BackedUpJob\"T\n\x12RestoreJobResponse\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.Submission\x12\x11\n\twas_known\x18\x02 \x01(\x08\"K\n\x0eGetNodeRequest\x12\x15\n\rknown_version\x18\x01 \x01(\x04\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\x12\x12\n\nnum_rounds\x18\x03 \x01(\x04\"\xfd\x02\n\x0fGetNodeResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12=\n\tnum_slots\x18\x02 \x03(\x0b\x32*.tidegate.v1.GetNodeResponse.NumSlotsEntry\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12#\n\x04jobs\x18\x04 \x03(\x0b\x32\x15.tidegate.v1.JobStart\x12%\n\x05gates\x18\x05 \x03(\x0b\x32\x16.tidegate.v1.GateState\x12\x15\n\rslots_per_gpu\x18\x06 \x01(\r\x12#\n\x04\x61way\x18\x07 \x03(\x0b\x32\x15.tidegate.v1.NodeAway\x12,\n\x0bhost_memory\x18\x08 \x03(\x0b\x32\x17.tidegate.v1.HostMemory\x12#\n\x06places\x18\t \x01(\x0b\x32\x13.tidegate.v1.Places\x1a/\n\rNumSlotsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"0\n\nHostMemory\x12\r\n\x05nodes\x18\x01 \x03(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"n\n\x08JobStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rhas_not_begun\x18\x05 \x01(\x08\x12\x11\n\titeration\x18\x06 \x01(\x04\"|\n\x0fStartJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x11\n\ttreatment\x18\x04 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x05 \x01(\t\x12\x19\n\x11submitted_unix_ms\x18\x06 \x01(\x04\"\x12\n\x10StartJobResponse\">\n\x0eStopJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x11\n\x0fStopJobResponse2\xf4\x05\n\x07\x43luster\x12Q\n\tSubmitJob\x12\x1d.tidegate.v1.SubmitJobRequest\x1a\x1e.tidegate.v1.SubmitJobResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x64\n\x0fListSubmissions\x12#.tidegate.v1.ListSubmissionsRequest\x1a$.tidegate.v1.ListSubmissionsResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x64\n\x0fListClusterGpus\x12#.tidegate.v1.ListClusterGpusRequest\x1a$.tidegate.v1.ListClusterGpusResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12\x61\n\x0eGetNodeMachine\x12\".tidegate.v1.GetNodeMachineRequest\x1a#.tidegate.v1.GetNodeMachineResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x12Q\n\tDrainNode\x12\x1d.tidegate.v1.DrainNodeRequest\x1a\x1e.tidegate.v1.DrainNodeResponse\"\x05\xa2\xbb\x18\x01\x04\x12\x66\n\x10\x43\x61ncelSubmission\x12$.tidegate.v1.CancelSubmissionRequest\x1a%.tidegate.v1.CancelSubmissionResponse\"\x05\xa2\xbb\x18\x01\x04\x12V\n\nBackUpJobs\x12\x1e.tidegate.v1.BackUpJobsRequest\x1a\x1f.tidegate.v1.BackUpJobsResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12T\n\nRestoreJob\x12\x1e.tidegate.v1.RestoreJobRequest\x1a\x1f.tidegate.v1.RestoreJobResponse\"\x05\xa2\xbb\x18\x01\x04\x32\xd4\x02\n\x04Node\x12\x62\n\x10GetMachineOfNode\x12\".tidegate.v1.GetNodeMachineRequest\x1a#.tidegate.v1.GetNodeMachineResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07GetNode\x12\x1b.tidegate.v1.GetNodeRequest\x1a\x1c.tidegate.v1.GetNodeResponse\"\x05\xa2\xbb\x18\x01\x02\x12N\n\x08StartJob\x12\x1c.tidegate.v1.StartJobRequest\x1a\x1d.tidegate.v1.StartJobResponse\"\x05\xa2\xbb\x18\x01\x02\x12K\n\x07StopJob\x12\x1b.tidegate.v1.StopJobRequest\x1a\x1c.tidegate.v1.StopJobResponse\"\x05\xa2\xbb\x18\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -92,39 +92,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINNODERESPONSE']._serialized_start=1203
   _globals['_DRAINNODERESPONSE']._serialized_end=1245
   _globals['_CANCELSUBMISSIONREQUEST']._serialized_start=1247
-  _globals['_CANCELSUBMISSIONREQUEST']._serialized_end=1285
-  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_start=1287
-  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_end=1358
-  _globals['_BACKUPJOBSREQUEST']._serialized_start=1360
-  _globals['_BACKUPJOBSREQUEST']._serialized_end=1379
-  _globals['_BACKUPJOBSRESPONSE']._serialized_start=1381
-  _globals['_BACKUPJOBSRESPONSE']._serialized_end=1440
-  _globals['_BACKEDUPJOB']._serialized_start=1442
-  _globals['_BACKEDUPJOB']._serialized_end=1487
-  _globals['_RESTOREJOBREQUEST']._serialized_start=1489
-  _globals['_RESTOREJOBREQUEST']._serialized_end=1547
-  _globals['_RESTOREJOBRESPONSE']._serialized_start=1549
-  _globals['_RESTOREJOBRESPONSE']._serialized_end=1633
-  _globals['_GETNODEREQUEST']._serialized_start=1635
-  _globals['_GETNODEREQUEST']._serialized_end=1710
-  _globals['_GETNODERESPONSE']._serialized_start=1713
-  _globals['_GETNODERESPONSE']._serialized_end=2094
-  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_start=2047
-  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_end=2094
-  _globals['_HOSTMEMORY']._serialized_start=2096
-  _globals['_HOSTMEMORY']._serialized_end=2144
-  _globals['_JOBSTART']._serialized_start=2146
-  _globals['_JOBSTART']._serialized_end=2256
-  _globals['_STARTJOBREQUEST']._serialized_start=2258
-  _globals['_STARTJOBREQUEST']._serialized_end=2382
-  _globals['_STARTJOBRESPONSE']._serialized_start=2384
-  _globals['_STARTJOBRESPONSE']._serialized_end=2402
-  _globals['_STOPJOBREQUEST']._serialized_start=2404
-  _globals['_STOPJOBREQUEST']._serialized_end=2450
-  _globals['_STOPJOBRESPONSE']._serialized_start=2452
-  _globals['_STOPJOBRESPONSE']._serialized_end=2469
-  _globals['_CLUSTER']._serialized_start=2472
-  _globals['_CLUSTER']._serialized_end=3228
-  _globals['_NODE']._serialized_start=3231
-  _globals['_NODE']._serialized_end=3571
+  _globals['_CANCELSUBMISSIONREQUEST']._serialized_end=1301
+  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_start=1303
+  _globals['_CANCELSUBMISSIONRESPONSE']._serialized_end=1374
+  _globals['_BACKUPJOBSREQUEST']._serialized_start=1376
+  _globals['_BACKUPJOBSREQUEST']._serialized_end=1395
+  _globals['_BACKUPJOBSRESPONSE']._serialized_start=1397
+  _globals['_BACKUPJOBSRESPONSE']._serialized_end=1456
+  _globals['_BACKEDUPJOB']._serialized_start=1458
+  _globals['_BACKEDUPJOB']._serialized_end=1503
+  _globals['_RESTOREJOBREQUEST']._serialized_start=1505
+  _globals['_RESTOREJOBREQUEST']._serialized_end=1563
+  _globals['_RESTOREJOBRESPONSE']._serialized_start=1565
+  _globals['_RESTOREJOBRESPONSE']._serialized_end=1649
+  _globals['_GETNODEREQUEST']._serialized_start=1651
+  _globals['_GETNODEREQUEST']._serialized_end=1726
+  _globals['_GETNODERESPONSE']._serialized_start=1729
+  _globals['_GETNODERESPONSE']._serialized_end=2110
+  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_start=2063
+  _globals['_GETNODERESPONSE_NUMSLOTSENTRY']._serialized_end=2110
+  _globals['_HOSTMEMORY']._serialized_start=2112
+  _globals['_HOSTMEMORY']._serialized_end=2160
+  _globals['_JOBSTART']._serialized_start=2162
+  _globals['_JOBSTART']._serialized_end=2272
+  _globals['_STARTJOBREQUEST']._serialized_start=2274
+  _globals['_STARTJOBREQUEST']._serialized_end=2398
+  _globals['_STARTJOBRESPONSE']._serialized_start=2400
+  _globals['_STARTJOBRESPONSE']._serialized_end=2418
+  _globals['_STOPJOBREQUEST']._serialized_start=2420
+  _globals['_STOPJOBREQUEST']._serialized_end=2482
+  _globals['_STOPJOBRESPONSE']._serialized_start=2484
+  _globals['_STOPJOBRESPONSE']._serialized_end=2501
+  _globals['_CLUSTER']._serialized_start=2504
+  _globals['_CLUSTER']._serialized_end=3260
+  _globals['_NODE']._serialized_start=3263
+  _globals['_NODE']._serialized_end=3603
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,7 @@ from services.scheduler.shell.control import gpu_statuses
 from tidegate.cluster.backup import BackedUpJob
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import misfit, needs_of
+from tidegate.cluster.submission_codec import encode_submission
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
@@ -113,7 +114,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                 raise UnknownSubmission(f"the cluster has no job {job!r}")
             if known.state is SubmissionState.ENDED:
                 raise ValueError(f"job {job} is over already ({known.end}): there is nothing to cancel")
-            return replace(known, is_cancelled=True)
+            return replace(known, is_cancelled=True, reason=known.reason or request.reason)
 
         return cluster_pb2.CancelSubmissionResponse(submission=_encoded(await self._loop.change(job, cancelled)))
 
@@ -160,16 +161,4 @@ def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.S
         behind = f", behind {counted(num_ahead, 'job')}" if num_ahead else ""
         memory = host_memory_text(each.node_bytes, before=" and ")
         waits = f"waits for {counted(each.num_gpus, 'GPU')}{memory}{behind}"
-    return cluster_pb2.Submission(
-        job=each.job,
-        state=each.state,
-        priority=each.priority,
-        submitted_unix_ms=each.submitted_unix_ms,
-        gpus=each.gpus,
-        num_starts=each.starts,
-        is_cancelled=each.is_cancelled,
-        end=each.end,
-        message="; ".join(filter(None, (waits, each.message))),
-        num_gpus=each.num_gpus,
-        node_bytes=each.node_bytes,
-    )
+    return encode_submission(each, message="; ".join(filter(None, (waits, each.message))))

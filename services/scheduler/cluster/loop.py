@@ -352,9 +352,11 @@ class ClusterLoop:
                 await self._agent.StartJob(request)
             except PeerRefused as refused:
                 self._log.warning("job is not started yet", job=each.job, error=refused.reason)
-        for jobs, cancels in ((step.cancels, True), (step.stops, False)):
-            for job in jobs:
-                await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job, cancels=cancels))
+        for each in step.cancels:
+            reason = each.with_reason("cancelled by hand")
+            await self._agent.StopJob(cluster_pb2.StopJobRequest(job=each.job, cancels=True, reason=reason))
+        for job in step.stops:
+            await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job))
 
     async def _refuse(self, each: Submission, why: str) -> None:
         over = replace(each, state=SubmissionState.ENDED, gpus=(), end=End.FAILED, message=why)

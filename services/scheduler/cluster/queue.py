@@ -107,7 +107,7 @@ class Step:
     clears: tuple[Submission, ...] = ()
     dropped: tuple[JobId, ...] = ()
     starts: tuple[Submission, ...] = ()
-    cancels: tuple[JobId, ...] = ()
+    cancels: tuple[Submission, ...] = ()
     stops: tuple[JobId, ...] = ()
 
 
@@ -118,7 +118,7 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
     by_job = {each.job: each for each in after}
     starts = [each for each in after if each.state is SubmissionState.PLACED]
     alive = [job for job, ran in cluster.ran.items() if ran.end is None]
-    cancelled = [job for job in alive if job in by_job and by_job[job].is_cancelled]
+    cancelled = [by_job[job] for job in alive if job in by_job and by_job[job].is_cancelled]
     ended = [each for each in after if each.state is SubmissionState.ENDED]
     cleared = sorted((each for each in ended if each.is_cleared), key=lambda each: each.submitted_unix_ms)
     return Step(
@@ -146,9 +146,9 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         case SubmissionState.ENDED:
             return each
         case SubmissionState.QUEUED:
-            return _ended(each, End.CANCELLED, "cancelled while it waited") if each.is_cancelled else each
+            return _cancelled(each, "cancelled while it waited") if each.is_cancelled else each
         case SubmissionState.PLACED if ran is None:
-            return _ended(each, End.CANCELLED, "cancelled before it started") if each.is_cancelled else each
+            return _cancelled(each, "cancelled before it started") if each.is_cancelled else each
         case SubmissionState.RUNNING if ran is None:
             # Whether it has begun, the next agent finds out.
             first = each.treatment if each.treatment is Treatment.FORCE else Treatment.RESUME
@@ -186,6 +186,10 @@ def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, 
     )
 
 
+def _cancelled(each: Submission, how: str) -> Submission:
+    return _ended(each, End.CANCELLED, each.with_reason(how))
+
+
 def _ended(each: Submission, end: End, message: str) -> Submission:
     return replace(each, state=SubmissionState.ENDED, gpus=(), end=end, message=message, leaves="")
 
@@ -200,7 +204,9 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
         if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
-            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {_there(cluster)}")
+            memory = memory_told(cluster.memory) if each.node_bytes else ""
+            there = "; ".join(filter(None, (_slots_told(cluster), memory)))
+            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {there}")
             continue
         # Another machine's clock, or one that was set, may say anything.
         if gpus is None or 0 < each.resumes_unix_ms - cluster.now_unix_ms <= LONGEST_WAIT_MS:
@@ -221,9 +227,8 @@ def _told(each: Submission) -> str:
     return f"{gpus} on a node{host_memory_text(each.node_bytes, before=', each with ')}"
 
 
-def _there(cluster: Cluster) -> str:
-    slots = ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
-    return "; ".join(filter(None, (slots, memory_told(cluster.memory))))
+def _slots_told(cluster: Cluster) -> str:
+    return ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
 
 
 def in_turn(submissions: Iterable[Submission]) -> list[Submission]:

@@ -30,6 +30,18 @@ def test_a_credential_from_its_authority_to_its_end(tmp_path: Path, capsys: pyte
     assert "BEGIN PRIVATE KEY" not in told
 
 
+def test_a_folder_with_another_ones_credential_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--authority", str(tmp_path / "ca"), "--to", str(tmp_path / "n0"))
+    answer(capsys, "init", *where[:2], "--cluster", "lab")
+    answer(capsys, "issue", "node", "n0", *where)
+    assert main(["certs", "issue", "node", "n1", *where]) == 2
+    assert (
+        "has the credential of node/n0 of cluster lab: give node/n1 of cluster lab a folder" in capsys.readouterr().err
+    )
+    assert Credential.load(tmp_path / "n0").identity.name == "n0"
+    answer(capsys, "issue", "node", "n0", *where)
+
+
 def test_what_servers_of_ones_own_have_to_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`tests/integration/test_server_guard.py` asks servers that were told so."""
     ca = ("--authority", str(tmp_path / "ca"))

@@ -14,13 +14,13 @@ from tests.unit.cli.configs import small
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        ("up n0", 2, "'n0' is no node with its slots, as in n0=8"),
-        ("up n0=0", 2, "'n0=0' is no node with its slots"),
-        ("up n0=9999", 2, "(1 to 1024)"),
+        ("up n0", 2, "'n0' is no NODE=SLOTS with 1 to 1024 slots, as in n0=8"),
+        ("up n0=0", 2, "'n0=0' is no NODE=SLOTS"),
+        ("up n0=9999", 2, "with 1 to 1024 slots"),
         ("up n0=8 n0=4", 2, "node n0 is named twice"),
         ("up", 2, "NODE=SLOTS"),
         ("up n0=8@", 2, "or n1=8@b on machine b"),
-        ("up n0=8 n1=8@b", 2, "no --machine tells where b is: give it, as in --machine b=10.0.0.8:7400"),
+        ("up n0=8 n1=8@b", 2, "no --machine names b: give it, as in --machine b=10.0.0.8:7400"),
         ("up n0=8 --machine b=10.0.0.8:7400", 2, "--machine b has no node: give it some, as in n1=8@b"),
         ("up n1=8@b --machine b", 2, "--machine b: give a name and the address of its agent"),
         ("up n1=8@b --machine b=h:1 --machine b=h:2", 2, "--machine b is given twice"),

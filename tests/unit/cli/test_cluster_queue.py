@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,10 @@ from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.placement import cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.config.job_config import JobConfig
-from tidegate.launcher.outcome import End
+from tidegate.launcher.lock import LOCK, held
+from tidegate.launcher.outcome import End, Outcome
 from tidegate.types import NodeId
+from tidegate.v1 import control_pb2
 
 DOWN = "the cluster is down: tidegate up goes on with it"
 
@@ -57,6 +60,56 @@ def test_a_job_without_a_folder_is_described_by_the_queue(
 ) -> None:
     assert execute(["describe", job, "--output-dir", str(output_dir)]) == 0
     assert told in capsys.readouterr().out
+
+
+def write_outcome(output_dir: Path, end: End, reason: str) -> None:
+    status = control_pb2.GetJobResponse(job="ran", num_iterations=3)
+    Outcome(end, reason, seed=0, wall_s=1.0, job=status).write(output_dir / "ran" / "result.json")
+
+
+@pytest.mark.parametrize(
+    ("end", "record", "state", "message"),
+    [
+        (End.INTERRUPTED, {}, "interrupted", DOWN),
+        (End.INTERRUPTED, {"end": End.FAILED, "message": "no room"}, "failed", "no room"),
+        (End.FINISHED, {}, "finished", "done"),
+        (End.FINISHED, {"end": End.FAILED, "message": "no room"}, "finished", "done"),
+    ],
+)
+def test_a_job_that_was_interrupted_is_as_the_queue_says(
+    end: End,
+    record: dict[str, Any],
+    state: str,
+    message: str,
+    output_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_outcome(output_dir, end, "done")
+    if record:
+        keep(output_dir, replace(submitted("ran"), state=SubmissionState.ENDED, starts=1, **record))
+    for command, job in (("get", "jobs"), ("describe", "ran")):
+        assert execute([command, job, "--output-dir", str(output_dir), "-o", "json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        row = next(each for each in answer if each["job"] == "ran") if command == "get" else answer
+        assert (row["state"], row["message"]) == (state, message)
+
+
+def test_a_job_of_a_cluster_that_somebody_runs_by_hand_is_asked_itself(
+    output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held(output_dir / "ran" / LOCK, RuntimeError):
+        assert execute(["cancel", "ran", "--output-dir", str(output_dir)]) == 1
+    assert "job ran is starting or ending; try again" in capsys.readouterr().err
+    assert execute(["top", "ran", "--once", "--output-dir", str(output_dir)]) == 1
+    assert f"job ran does not run now; {DOWN}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("logs", "waits"), ("events", "waits"), ("top", "waits")])
+def test_a_job_without_a_folder_says_so(
+    words: tuple[str, ...], output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute([*words, "--output-dir", str(output_dir)]) == 2
+    assert f"job waits is queued ({DOWN}), and has no folder" in capsys.readouterr().err
 
 
 def test_a_job_of_a_cluster_that_is_down_cannot_be_cancelled(

@@ -8,6 +8,7 @@ import pytest
 
 from cli.command import execute
 from cli.nodes import node_rows
+from cli.usage import BadUsage
 from tidegate.v1 import cluster_pb2, control_pb2
 
 KEEPS = "its machine keeps the cluster"
@@ -52,3 +53,20 @@ def test_a_drain_without_targets_and_without_a_cluster_names_both_remedies(
     said = capsys.readouterr().err
     assert "start one with tidegate up" in said
     assert "tidegate drain demo n0/3" in said
+
+
+def test_only_nodes_that_are_named_or_of_named_jobs_are_told() -> None:
+    there = cluster_pb2.ListClusterGpusResponse(gpus=[gpu("n0/0", "one"), gpu("n1/0")])
+    known = [cluster_pb2.Submission(job="one", gpus=["n0/0"])]
+    assert [row["node"] for row in node_rows(there, known, ["n1"])] == ["n1"]
+    assert [row["node"] for row in node_rows(there, known, ["one"])] == ["n0"]
+    with pytest.raises(BadUsage, match="the cluster has no node or job n9; its nodes are n0, n1"):
+        node_rows(there, known, ["n9", "n1"])
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--wait"])
+def test_the_drain_of_a_node_changes_nothing_where_a_flag_is_not_its_own(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["drain", "n0", flag, "--output-dir", str(tmp_path)]) == 2
+    assert f"drain n0 takes no {flag}" in capsys.readouterr().err

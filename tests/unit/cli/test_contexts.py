@@ -50,9 +50,15 @@ def test_what_is_named_goes_before_the_variable(
 
 
 def test_a_context_has_the_credential_for_its_folder(tmp_path: Path) -> None:
-    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.VIEWER, "me"), tmp_path / "cred-me")
-    assert execute(["context", "add", "one", "--output-dir", "lab", "--operator", "cred-me"]) == 0
-    assert operator_of(tmp_path / "lab") == tmp_path / "cred-me"
+    authority = Authority.create(tmp_path / "ca", "lab")
+    for name, party in (("looks", Party.VIEWER), ("rules", Party.OPERATOR)):
+        authority.issue(Identity("lab", party, "me"), tmp_path / name)
+        assert execute(["context", "add", name, "--output-dir", "lab", "--operator", name]) == 0
+    for name in ("rules", "looks"):
+        execute(["get", "jobs", "--cluster", name])
+        assert operator_of(tmp_path / "lab") == tmp_path / name
+    execute(["get", "jobs", "--output-dir", "lab"])
+    assert operator_of(tmp_path / "lab") == tmp_path / "looks"
     assert operator_of(tmp_path / "jobs") is None
 
 
@@ -61,13 +67,18 @@ def test_a_context_has_the_credential_for_its_folder(tmp_path: Path) -> None:
     [
         (
             "get jobs --cluster none",
-            "there is no context none; there: damaged, extra, half, relative. tidegate context",
+            "there is no context none; there: damaged, empty, extra, folder, half, homeless, relative. tidegate",
         ),
+        ("get jobs --cluster empty", "context empty cannot be used: {files}/empty.yaml: it is empty"),
+        ("get jobs --cluster homeless", "Could not determine home directory"),
+        ("get jobs --cluster folder", "Is a directory"),
+        ("context remove folder", "context folder cannot be removed: "),
+        ("context add folder --output-dir lab", "context folder cannot be written: "),
         ("get jobs --cluster ../x", "'../x' is no name of a context: lower-case letters, digits and inner hyphens"),
-        ("get jobs --cluster damaged", "cannot be used: it is no YAML"),
-        ("get jobs --cluster extra", "cannot be used: it has address, and only output_dir and operator have a meaning"),
-        ("get jobs --cluster half", "cannot be used: it has no output_dir"),
-        ("get jobs --cluster relative", "cannot be used: output_dir is no whole path"),
+        ("get jobs --cluster damaged", "/damaged.yaml: it is no YAML (while parsing"),
+        ("get jobs --cluster extra", "/extra.yaml: it has address, and only output_dir and operator have a meaning"),
+        ("get jobs --cluster half", "/half.yaml: it has no output_dir"),
+        ("get jobs --cluster relative", "/relative.yaml: output_dir is not an absolute path"),
         ("get jobs --cluster half --output-dir lab", "--cluster half and --output-dir lab: give one of them"),
         ("context add", "context add needs a NAME"),
         ("context remove none", "there is no context none"),
@@ -90,9 +101,16 @@ def test_a_context_that_cannot_be_used_is_refused(
         "extra": "output_dir: /a\naddress: b",
         "half": "operator: /a",
         "relative": "output_dir: a",
+        "empty": "",
+        "homeless": "output_dir: ~nobody-has-it/jobs",
     }
     for name, text in texts.items():
         (files / f"{name}.yaml").write_text(text)
+    (files / "folder.yaml").mkdir()
     assert execute(words.split()) == 2
-    assert told in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert told.format(files=files) in said
+    assert said.count("\n") == 1
+    assert operator_of(tmp_path / "lab") is None
+    assert execute(["context", "list"]) == 0
     assert not (files / "one.yaml").exists()

@@ -57,7 +57,7 @@ def test_a_job_keeps_its_gpus_until_no_process_of_it_lives() -> None:
     waiting = submitted("b", 8)
     cancelled = replace(running("a"), is_cancelled=True)
     step = next_step([cancelled, waiting], cluster(a=Ran(1)))
-    assert step.cancels == ("a",)
+    assert [each.job for each in step.cancels] == ["a"]
     assert not step.starts
     assert not step.stops
     gone = next_step([cancelled, waiting], cluster(a=Ran(1, End.CANCELLED, "by hand")))
@@ -151,7 +151,7 @@ def test_a_cancelled_job_whose_machine_is_away_for_long_is_stopped_as_well() -> 
     """Its scheduler would wait there for processes to end."""
     cancelled = replace(running("a"), is_cancelled=True)
     step = next_step([cancelled], Cluster(NODES, (), {JobId("a"): Ran(1)}, lost={NodeId("n0")}))
-    assert (step.cancels, step.stops) == (("a",), ("a",))
+    assert ([each.job for each in step.cancels], step.stops) == (["a"], ("a",))
     assert not next_step([cancelled], cluster(a=Ran(1))).stops
 
 
@@ -207,6 +207,13 @@ def test_an_ended_job_is_cleared_once_no_process_of_it_lives_and_the_oldest_reco
 def test_a_cancelled_job_that_waits_ends_at_once() -> None:
     found = after([replace(submitted("a"), is_cancelled=True)], cluster())["a"]
     assert (found.state, found.end) == (ENDED, "cancelled")
+
+
+def test_a_cancelled_job_ends_with_the_persons_reason() -> None:
+    waits = replace(submitted("a"), is_cancelled=True, reason="too dear")
+    assert after([waits], cluster())["a"].message == "cancelled while it waited: too dear"
+    alive = replace(running("a"), is_cancelled=True, reason="too dear")
+    assert [each.reason for each in next_step([alive], cluster(a=Ran(1))).cancels] == ["too dear"]
 
 
 def test_an_old_start_that_still_runs_is_stopped_before_the_new_one_counts() -> None:
