@@ -1,4 +1,4 @@
-"""`tidegate up`, `down`, `submit`: a cluster that stays on this machine, and jobs for it.
+"""`tidegate up`, `down`: a cluster that stays on this machine.
 
 The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. What asks its queue is in `cli.cluster_queue`.
 """
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import select
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from pathlib import Path
 
 from cli import doctor
 from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named
-from cli.cluster_queue import row_of, until_ended
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.adapters.grpc_tls import Credentials
@@ -36,9 +34,6 @@ from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
 from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.slots import Slots
-from tidegate.config.files import load_sources, sources_of
-from tidegate.config.job_config import ConfigError, JobConfig
-from tidegate.config.reading.origins import with_origins
 from tidegate.config.sections.job import ClusterSection
 from tidegate.launcher.lock import lock_record
 from tidegate.launcher.services import service_env
@@ -122,9 +117,7 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
             raise BadUsage(f"--machine {name} is given twice")
         agents[name] = agent
     if unknown := sorted({*machine_by_node.values()} - {*agents}):
-        raise BadUsage(
-            f"no --machine names {', '.join(unknown)}: give it, as in --machine {unknown[0]}=10.0.0.8:7400"
-        )
+        raise BadUsage(f"no --machine names {', '.join(unknown)}: give it, as in --machine {unknown[0]}=10.0.0.8:7400")
     if idle := sorted({*agents} - {*machine_by_node.values()}):
         raise BadUsage(f"--machine {', '.join(idle)} has no node: give it some, as in n1=8@{idle[0]}")
     needed = {
@@ -341,62 +334,3 @@ def down(output_dir: Path, form: Form) -> int:
         )
     print(answer_text({"folder": str(output_dir), "state": "down"}, text, form))
     return 0
-
-
-def submit(args: argparse.Namespace, form: Form) -> int:
-    """Checks a job as `run` does, and puts it into the cluster's queue."""
-    # Import here, as for `run`.
-    from tidegate.launcher.claim import Start
-    from tidegate.launcher.host_memory import node_bytes
-    from tidegate.launcher.run import RunRequest, check_job
-
-    if args.resume and args.force:
-        raise BadUsage("--resume needs the files that --force removes: give only one of them")
-    options = {} if args.output_dir is None else {"output_dir": args.output_dir}
-    sourced = load_sources(sources_of(args.config, options))
-    config = sourced.config
-    config = config.model_copy(update={"output_dir": str(Path(config.output_dir).resolve())})
-    words = ["tidegate", "submit", *args.config]
-    if args.output_dir is not None:
-        words += ["--output-dir", args.output_dir]
-    command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
-    for warning in (*sourced.notes, *config.warnings()):
-        print(f"tidegate: {warning}", file=sys.stderr)
-    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
-    try:
-        job = asyncio.run(check_job(request))
-    except ConfigError as error:
-        raise ConfigError(with_origins(str(error), sourced.layer)) from error
-    submission = cluster_pb2.SubmitJobRequest(
-        treatment=start,
-        priority=args.priority,
-        command=command,
-        node_bytes=node_bytes(job) if _is_counted(Path(config.runtime.host_memory_root)) else 0,
-    )
-    folder = ClusterFolder.of(Path(config.output_dir))
-    return asyncio.run(_submit(folder, job.config, submission, form, follow=args.follow))
-
-
-def _is_counted(host_memory: Path) -> bool:
-    """Whether it is the file system whose room the agents tell."""
-    root = host_memory.resolve()
-    return Path("/dev/shm") in (root, *root.parents)
-
-
-async def _submit(
-    folder: ClusterFolder, config: JobConfig, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool
-) -> int:
-    # Import here, as for `submit`.
-    from tidegate.cluster.shipping import shipped
-
-    async with cluster_of(folder) as cluster:
-        notes: list[str] = []
-        request.config = shipped(config, notes=notes).to_json()
-        for note in notes:
-            print(f"tidegate: {note}", file=sys.stderr)
-        found = (await cluster.SubmitJob(request)).submission
-    print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
-    if not follow:
-        return 0
-    (ended,) = await until_ended(folder, {found.job})
-    return int(ended.end != "finished")

@@ -122,7 +122,10 @@ def _run(args: argparse.Namespace) -> int:
 
             return run_commands.run(args, form)
         case "submit":
-            return cluster.submit(args, form)
+            # Import here, as for `run`.
+            from cli import submitting
+
+            return submitting.submit(args, form)
         case "wait":
             return asyncio.run(cluster_queue.wait(args.jobs, output_dir, form))
         case "up":

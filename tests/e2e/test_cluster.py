@@ -288,7 +288,9 @@ def test_a_machine_that_may_keep_the_cluster_by_turns_goes_on_with_its_queue(clu
     assert "servers" not in {path.name for path in cluster.folder.root.iterdir()}
 
 
-def test_a_job_that_waits_keeps_the_files_of_its_submission(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_waits_keeps_the_files_of_its_submission(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = tmp_path / "own"
     shutil.copytree(REPOSITORY / "examples" / "own_data", own)
     cluster.run("up", "n0=4")
@@ -297,7 +299,17 @@ def test_a_job_that_waits_keeps_the_files_of_its_submission(cluster: Cluster, tm
     (own / "grading.py").write_text("raise RuntimeError")
     (own / "chat.jinja").unlink()
     cluster.run("drain", "n0", "--undo")
-    cluster.until("own-data", state="finished")
+    # What reads beside its folder does not work in a copy, and stays where it is.
+    shutil.copy(REPOSITORY / "examples" / "own_data" / "chat.jinja", own)
+    (tmp_path / "share.txt").write_text("0.5")
+    text = "from pathlib import Path\nSHARE = float((Path(__file__).parents[1] / 'share.txt').read_text())\n"
+    (own / "beside.py").write_text(f"{text}def share(response):\n    return SHARE\n")
+    (own / "beside.yaml").write_text("{job: beside, rewards: [{name: function, path: 'beside:share'}]}")
+    config = [str(own / "job.yaml"), str(own / "beside.yaml"), "algorithm.iterations=1"]
+    assert execute(["submit", *config, "--output-dir", str(cluster.output_dir)]) == 0
+    assert "the job's files are not copied, but read when it starts: their copy is refused (" in capsys.readouterr().err
+    for job in ("own-data", "beside"):
+        cluster.until(job, state="finished")
 
 
 def test_a_queue_that_cannot_be_read_or_written_is_told_at_once(

@@ -5,30 +5,38 @@
 A job may wait for hours, and a person goes on editing. Other machines may not have the person's folders. So the code of
 a reward, the tokenizer and the template are copied, and the config names the copies. A reward's code is its whole
 folder, because it may import or read what is beside it. A folder that is too large stays where it is, and so do models
-and data.
+and data. Whether a copy does what the original does, the check of the job tells.
 
 Invariants:
 - What is shipped is what was there. [test_shipping: goes_on_with_what_was_there]
-- Equal files have one copy, which stays while a config names it. [test_shipping: equal_files_have_one_copy]
-  [test_shipping: that_nobody_names]
+- Equal files have one copy, which is mended where somebody has changed it. [test_shipping: equal_files_have_one_copy]
+  [test_shipping: that_was_changed]
+- A copy stays while a config names it. [test_shipping: that_nobody_names]
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any, Protocol
 
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, RewardName
 from tidegate.huggingface.checkpoint import TOKENIZER
+from tidegate.launcher.claim import sync_folder
+from tidegate.short_lists import counted
 from tidegate.sizes import size_text
 from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
@@ -36,37 +44,46 @@ NAME = ".files"
 MOST_BYTES = 16 * 2**20
 """Of a folder. A tokenizer of 150,000 tokens has 11 MB."""
 MOST_FILES = 1000
-UNUSED_S = 24 * 3600.0
-"""A copy that no config names goes after that: its job may not be in the queue yet."""
+UNUSED_S = 7 * 24 * 3600.0
+"""A copy that no config names goes after that: its job may not be in the queue yet, or in a backup of it."""
+_LOCK = "lock"
 
 
 class _Stays(Exception):
     """Why a folder is not copied."""
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    content: bytes
+    is_program: bool
+
+
 def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
-    """The config that names copies. `notes` gets a line for what is not copied."""
+    """The config that names copies. `notes` gets a line for each folder: what is copied of it, or why nothing is."""
     output_dir = Path(config.output_dir)
     values = config.model_dump(mode="json")
 
     def ship(key: str, folder: Path, names: Iterable[str] | None = None) -> Path:
         """The copy of these files of the folder, or of all; or the folder itself."""
+        if output_dir / NAME in folder.parents:
+            return folder
         try:
-            files = _all(folder, leave=output_dir) if names is None else {Path(name): folder / name for name in names}
-            return _copy(files, output_dir / NAME)
+            paths = _all(folder, leave=output_dir) if names is None else {Path(name): folder / name for name in names}
+            if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES:
+                raise _Stays(f"it has more than {size_text(MOST_BYTES)}")
+            files = {name: _File(path.read_bytes(), os.access(path, os.X_OK)) for name, path in paths.items()}
+            copy = _copy(files, output_dir / NAME)
         except (_Stays, OSError) as why:
             notes.append(f"{key} is not copied, but read when the job starts: {folder}: {why}")
             return folder
+        num_bytes = sum(len(file.content) for file in files.values())
+        notes.append(f"{key}: {counted(len(files), 'file')} of {folder} ({num_bytes:,} bytes) are copied for the job")
+        return copy
 
     for number, reward in enumerate(values["rewards"]):
-        if reward["name"] != RewardName.FUNCTION:
-            continue
-        module, _, function = reward["path"].rpartition(":")
-        if os.path.isabs(module):
-            file = Path(module)
-            reward["path"] = f"{ship(f'rewards.{number}.path', file.parent) / file.name}:{function}"
-        if reward["import_from"]:
-            reward["import_from"] = str(ship(f"rewards.{number}.import_from", Path(reward["import_from"])))
+        if reward["name"] == RewardName.FUNCTION:
+            _ship_reward(reward, f"rewards.{number}", ship)
     if config.model.tokenizer:
         file = Path(config.model.tokenizer)
         file = file / TOKENIZER if file.is_dir() else file
@@ -79,14 +96,40 @@ def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
     return JobConfig.from_json(json.dumps(values))
 
 
+class _Ship(Protocol):
+    def __call__(self, key: str, folder: Path) -> Path: ...
+
+
+def _ship_reward(reward: dict[str, Any], key: str, ship: _Ship) -> None:
+    """Changes the paths of a function's reward."""
+    module, _, function = reward["path"].rpartition(":")
+    base = Path(reward["import_from"]) if reward["import_from"] else None
+    if module.endswith(".py"):
+        file = Path(os.path.normpath((base or Path("/")) / module))
+        if base is None or base not in file.parents or any(map(_is_hidden, file.relative_to(base).parts)):
+            reward["path"] = f"{ship(key, file.parent) / file.name}:{function}"
+            return
+        copy = ship(key, base)
+        reward["path"] = f"{copy / file.relative_to(base)}:{function}" if os.path.isabs(module) else reward["path"]
+    elif base is not None and PathFinder.find_spec(module.partition(".")[0], [str(base)]) is not None:
+        copy = ship(key, base)
+    else:
+        return  # of a package that is installed
+    reward["import_from"] = str(copy)
+
+
 def _all(folder: Path, *, leave: Path) -> dict[Path, Path]:
     """The files below a folder, but for hidden ones, by their names in it. `leave`: a folder that is left out."""
     found: dict[Path, Path] = {}
+    seen = {leave.resolve(), folder.resolve()}
     for at, folders, names in os.walk(folder, followlinks=True):
         here = Path(at)
-        folders[:] = [
-            name for name in sorted(folders) if not _is_hidden(name) and (here / name).resolve() != leave.resolve()
-        ]
+        deeper = []
+        for name in sorted(folders):
+            if not _is_hidden(name) and (real := (here / name).resolve()) not in seen:
+                seen.add(real)
+                deeper.append(name)
+        folders[:] = deeper
         own = [here / name for name in names if not _is_hidden(name)]
         found |= {path.relative_to(folder): path for path in own if path.is_file()}
         if len(found) > MOST_FILES:
@@ -98,40 +141,68 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _copy(files: Mapping[Path, Path], root: Path) -> Path:
-    """The folder of a copy."""
-    if sum(file.stat().st_size for file in files.values()) > MOST_BYTES:
-        raise _Stays(f"it has more than {size_text(MOST_BYTES)}")
-    contents = {name: file.read_bytes() for name, file in files.items()}
+def _copy(files: Mapping[Path, _File], root: Path) -> Path:
+    """The folder of a copy. OSError."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, content in sorted(contents.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    for name, file in sorted(files.items()):
+        digest.update(os.fsencode(name) + f"\0{file.is_program:d}{len(file.content)}\0".encode() + file.content)
     own = root / digest.hexdigest()
-    if own.is_dir():
-        os.utime(own)  # its job may not be in the queue yet
-        return own
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = root / f".{secrets.token_hex(8)}"
-    for name, content in contents.items():
-        (partial / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (partial / name).write_bytes(content)
-    try:
+    with _locked(root):
+        if own.is_dir():
+            if all(_has(own / name, file) for name, file in files.items()):
+                os.utime(own)
+                return own
+            _remove(own)
+        partial = root / f".{secrets.token_hex(8)}"
+        partial.mkdir(mode=0o700)
+        for name, file in files.items():
+            path = partial / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("xb") as stream:
+                stream.write(file.content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            path.chmod(0o500 if file.is_program else 0o400)
         partial.rename(own)
-    except OSError:  # somebody else was quicker
-        shutil.rmtree(partial)
-        if not own.is_dir():
-            raise
+        sync_folder(root)
     return own
 
 
+def _has(path: Path, file: _File) -> bool:
+    try:
+        return path.read_bytes() == file.content and bool(path.stat().st_mode & stat.S_IXUSR) is file.is_program
+    except OSError:
+        return False
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Nobody else copies or removes within the block."""
+    fd = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove(copy: Path) -> None:
+    """Under another name first: what is left of a removal that was killed is no copy."""
+    aside = copy.with_name(f".{secrets.token_hex(8)}")
+    copy.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def _remove_unused(output_dir: Path) -> None:
-    """Removes old copies that no config of a job names, in its folder or in the queue."""
-    oldest_s = time.time() - UNUSED_S
-    with suppress(FileNotFoundError):  # another submission removes the same
-        old = [path for path in (output_dir / NAME).iterdir() if path.stat().st_mtime < oldest_s]
+    """Removes old copies that no config of a job names, in its folder or in the queue; none where a config cannot be
+    read."""
+    root, oldest_s = output_dir / NAME, time.time() - UNUSED_S
+    with suppress(OSError, ValueError), _locked(root):
+        old = [path for path in root.iterdir() if path.name != _LOCK and path.stat().st_mtime < oldest_s]
         if old:
             configs = [*output_dir.glob("*/config.json"), *ClusterFolder.of(output_dir).queue.glob("configs/*.json")]
             named = [path.read_text() for path in configs]
             for path in old:
                 if not any(path.name in text for text in named):
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)

@@ -48,7 +48,7 @@ class Person:
         return shipped(self.config(*path, **changes), notes=self.notes)
 
     def copies(self) -> list[str]:
-        return sorted(path.name for path in (self.jobs / NAME).iterdir())
+        return sorted(path.name for path in (self.jobs / NAME).iterdir() if path.name != "lock")
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_a_job_goes_on_with_what_was_there_when_it_was_submitted(person: Person)
     tokenizer = Path(config.model.tokenizer)
     assert sorted(path.name for path in tokenizer.parent.iterdir()) == ["tokenizer_config.json", "words.json"]
     assert {person.jobs / NAME} == {code.parent, tokenizer.parent.parent, Path(config.data.chat_template).parents[1]}
-    assert not person.notes
+    assert len(person.notes) == 3
+    assert f"rewards.0: 5 files of {person.mine} (" in person.notes[0]
 
 
 def test_a_reward_of_a_file_is_called_from_its_copy_and_may_be_resumed(person: Person) -> None:
@@ -84,6 +85,27 @@ def test_a_reward_of_a_file_is_called_from_its_copy_and_may_be_resumed(person: P
     assert changes_of_samples(before, other) == ["rewards.0.path=other.py:score (was grading.py:score)"]
 
 
+@pytest.mark.parametrize(
+    "place", ["../beside/grading.py", ".hidden/grading.py", "{mine}/grading.py", "helper/grading.py"]
+)
+def test_the_file_of_a_reward_is_in_its_copy(place: str, person: Person) -> None:
+    path = (person.mine / place.format(mine=person.mine)).resolve()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("def score(response):\n    return 2.0\n")
+    (person.mine / "check.sh").write_text("")
+    (person.mine / "check.sh").chmod(0o755)
+    reward = person.shipped(f"{place.format(mine=person.mine)}:score").rewards[0]
+    found = Path(reward.import_from) / reward.path.rpartition(":")[0]
+    assert person.jobs / NAME in found.parents
+    assert "return 2.0" in found.read_text()
+    for program in Path(reward.import_from).glob("check.sh"):
+        assert os.access(program, os.X_OK)
+
+
+def test_the_folder_of_a_config_whose_reward_is_installed_is_not_copied(person: Person) -> None:
+    assert person.shipped("math:sqrt").rewards[0].import_from == str(person.mine)
+
+
 def test_equal_files_have_one_copy_and_a_shipped_config_stays_as_it_is(person: Person) -> None:
     first = person.shipped()
     copies = person.copies()
@@ -94,19 +116,38 @@ def test_equal_files_have_one_copy_and_a_shipped_config_stays_as_it_is(person: P
     assert person.shipped().rewards[0].import_from != first.rewards[0].import_from
 
 
-def test_a_copy_that_nobody_names_goes_after_a_day(person: Person) -> None:
+def test_a_copy_that_was_changed_is_made_anew(person: Person) -> None:
+    copy = Path(person.shipped().rewards[0].import_from)
+    for file in ("grading.py", "words.json"):
+        (copy / file).unlink()
+    (copy / "grading.py").write_text("")
+    assert Path(person.shipped().rewards[0].import_from) == copy
+    assert "return 1.0" in (copy / "grading.py").read_text()
+    assert (copy / "words.json").is_file()
+
+
+def test_a_copy_that_nobody_names_goes_after_a_week(person: Person) -> None:
     first = person.shipped()
     copies = set(person.copies())
     before_s = time.time() - UNUSED_S - 1
+
+    def age() -> None:
+        for name in copies:
+            os.utime(person.jobs / NAME / name, (before_s, before_s))
+
     (person.mine / "grading.py").write_text("")
-    for name in copies:
-        os.utime(person.jobs / NAME / name, (before_s, before_s))
+    age()
     (person.jobs / "small").mkdir()
-    (person.jobs / "small" / "config.json").write_text(first.to_json())
-    assert copies < {*person.copies()} | {Path(person.shipped().rewards[0].import_from).name}
-    (person.jobs / "small" / "config.json").unlink()
-    for name in copies:
-        os.utime(person.jobs / NAME / name, (before_s, before_s))
+    (config := person.jobs / "small" / "config.json").write_text(first.to_json())
+    person.shipped()
+    assert copies < {*person.copies()}
+    config.unlink()
+    config.mkdir()
+    age()
+    person.shipped()
+    assert copies < {*person.copies()}, "a config that cannot be read may name any"
+    config.rmdir()
+    age()
     second = person.shipped()
     assert Path(first.rewards[0].import_from).name not in person.copies()
     assert Path(second.rewards[0].import_from).name in person.copies()
@@ -122,15 +163,15 @@ def test_what_is_too_large_stays_where_it_is(
     monkeypatch.setattr(shipping, limit, 1)
     config = person.shipped()
     assert config.rewards[0].import_from == str(person.mine)
-    assert (
-        f"rewards.0.import_from is not copied, but read when the job starts: {person.mine}: {told}" in person.notes[0]
-    )
+    assert f"rewards.0 is not copied, but read when the job starts: {person.mine}: {told}" in person.notes[0]
 
 
 def test_a_folder_that_cannot_be_read_stays_where_it_is(person: Person) -> None:
     (person.mine / "chat.jinja").unlink()
     (person.mine / "broken").symlink_to(person.mine / "nothing")
     os.mkfifo(person.mine / "pipe")
-    person.shipped()
-    (note,) = person.notes
-    assert note.startswith("data.chat_template is not copied, but read when the job starts: ")
+    (person.mine / "loop").symlink_to(person.mine)
+    (person.mine / os.fsdecode(b"caf\xe9.py")).write_text("")
+    config = person.shipped()
+    assert person.notes[-1].startswith("data.chat_template is not copied, but read when the job starts: ")
+    assert len([*Path(config.rewards[0].import_from).rglob("*.py")]) == 2

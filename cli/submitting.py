@@ -1,0 +1,89 @@
+"""`tidegate submit`: checks a job as `run` does, and puts it into a cluster's queue."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from cli.cluster_access import cluster_of, refuse_down
+from cli.cluster_queue import row_of, until_ended
+from cli.rows import Form, answer_text
+from cli.usage import BadUsage
+from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.shipping import shipped
+from tidegate.config.files import load_sources, sources_of
+from tidegate.config.job_config import ConfigError
+from tidegate.config.reading.origins import with_origins
+from tidegate.job import Job
+from tidegate.launcher.claim import Start
+from tidegate.launcher.host_memory import node_bytes
+from tidegate.launcher.run import RunRequest, check_job
+from tidegate.v1 import cluster_pb2
+
+
+def submit(args: argparse.Namespace, form: Form) -> int:
+    """BadUsage, ConfigError, NoCluster."""
+    if args.resume and args.force:
+        raise BadUsage("--resume needs the files that --force removes: give only one of them")
+    options = {} if args.output_dir is None else {"output_dir": args.output_dir}
+    sourced = load_sources(sources_of(args.config, options))
+    config = sourced.config
+    config = config.model_copy(update={"output_dir": str(Path(config.output_dir).resolve())})
+    folder = ClusterFolder.of(Path(config.output_dir))
+    refuse_down(folder)
+    words = ["tidegate", "submit", *args.config]
+    if args.output_dir is not None:
+        words += ["--output-dir", args.output_dir]
+    command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
+    for warning in (*sourced.notes, *config.warnings()):
+        print(f"tidegate: {warning}", file=sys.stderr)
+    request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
+    try:
+        job = asyncio.run(_with_copies(request))
+    except ConfigError as error:
+        raise ConfigError(with_origins(str(error), sourced.layer)) from error
+    submission = cluster_pb2.SubmitJobRequest(
+        config=job.config.to_json(),
+        treatment=start,
+        priority=args.priority,
+        command=command,
+        node_bytes=node_bytes(job) if _is_counted(Path(config.runtime.host_memory_root)) else 0,
+    )
+    return asyncio.run(_submit(folder, submission, form, follow=args.follow))
+
+
+async def _with_copies(request: RunRequest) -> Job:
+    """The checked job, with copies of its files where they do what the files do. ConfigError."""
+    notes: list[str] = []
+    copied = shipped(request.config, notes=notes)
+    try:
+        job = await check_job(replace(request, config=copied))
+    except ConfigError as error:
+        if copied == request.config:
+            raise
+        # Where the fault is not the copy's, this tells it of the person's own files.
+        job = await check_job(request)
+        notes = [f"the job's files are not copied, but read when it starts: their copy is refused ({error})"]
+    for note in notes:
+        print(f"tidegate: {note}", file=sys.stderr)
+    return job
+
+
+def _is_counted(host_memory: Path) -> bool:
+    """Whether it is the file system whose room the agents tell."""
+    root = host_memory.resolve()
+    return Path("/dev/shm") in (root, *root.parents)
+
+
+async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, form: Form, *, follow: bool) -> int:
+    async with cluster_of(folder) as cluster:
+        found = (await cluster.SubmitJob(request)).submission
+    print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
+    if not follow:
+        return 0
+    (ended,) = await until_ended(folder, {found.job})
+    return int(ended.end != "finished")
