@@ -16,7 +16,7 @@ from cli import prune as prunes
 from cli.doctor import Finding, Health, examine
 from cli.job_access import control_of
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
-from cli.rows import Form, Row, answer_text, show, table, written
+from cli.rows import Form, Row, answer_text, cut_table, show, written
 from cli.selection import Selection
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.files import load_sources, sources_of
@@ -139,7 +139,7 @@ async def describe(job: str, output_dir: Path, form: Form) -> int:
         (move_rows, MOVE_COLUMNS),
     ):
         if part:
-            print(f"\n{table(part, columns)}")
+            print(f"\n{cut_table(part, columns, rest='-o json has them')}")
     if move_rows:
         print(f"\n{moves.line()}")
     return 0

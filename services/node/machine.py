@@ -358,9 +358,9 @@ def main(args: argparse.Namespace) -> int:
         devices = cuda_devices() if args.device == "cuda" else []
         asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices))
     except NoCuda as none:
-        print(f"--device cuda, but on this machine {none}", file=sys.stderr)
+        print(f"tidegate: --device cuda, but on this machine {none}", file=sys.stderr)
         return 1
     except (CertsError, ConfigError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"tidegate: {error}", file=sys.stderr)
         return 1
     return 0

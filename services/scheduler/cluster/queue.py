@@ -180,7 +180,7 @@ def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, 
         gpus=(),
         treatment=treatment,
         interruptions=interruptions,
-        message=f"to go on, after: {why}",
+        message=f"it was interrupted ({why}), and goes on from its checkpoint",
         leaves="",
         resumes_unix_ms=cluster.now_unix_ms + wait_s * 1000,
     )

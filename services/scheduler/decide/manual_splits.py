@@ -131,7 +131,7 @@ def _no_copy_left(state: ClusterState, policy: Policy, gpus: tuple[GpuId, ...]) 
     # The actor gives up its GPUs for no other component, so which GPUs are left matters, not their number alone.
     others = but_for(spec.gpus, closed)
     works = [gpu for gpu in others if remaining_home(home, closed | {gpu}, policy) is not None]
-    remedy = f"each of these alone can be: {first_few(works, most=8)}" if works else "no other GPU can be either"
+    remedy = f"each of these alone can be: {first_few(works, most=8)}" if works else "no other GPU may be drained"
     lost = f" and the lost {', '.join(sorted(gone))}" if gone else ""
     without = f"without {', '.join(gpus)}{lost} the job has {rest} GPUs"
     lacks = f"{without}, and a component would have no copy (home: {sizes})"

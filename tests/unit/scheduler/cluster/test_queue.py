@@ -144,7 +144,10 @@ def test_a_job_whose_machine_is_away_for_long_goes_on_elsewhere_and_that_counts_
     assert moved.treatment is Treatment.RESUME
     none_free = replace(there, free=cluster_gpus({NodeId("n0"): 4}))
     waits = after([running("a")], none_free)["a"]
-    assert (waits.state, waits.message) == (QUEUED, "to go on, after: the machine of its node n0 is away")
+    assert (waits.state, waits.message) == (
+        QUEUED,
+        "it was interrupted (the machine of its node n0 is away), and goes on from its checkpoint",
+    )
 
 
 def test_a_cancelled_job_whose_machine_is_away_for_long_is_stopped_as_well() -> None:
