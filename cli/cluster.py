@@ -247,7 +247,10 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 
 
 def _disk_fault(folder: ClusterFolder) -> str:
-    """Why no job could run: each has streams in NATS, whose room NATS reserves. Empty: one can."""
+    """Why no job could run: each has streams in NATS, whose room NATS reserves. Empty: one can, or may have its
+    streams there already."""
+    if folder.servers.exists():
+        return ""
     needed, there = doctor.stream_bytes(), folder.state if folder.state.is_dir() else folder.root
     free = shutil.disk_usage(there).free
     if free >= needed:
