@@ -219,8 +219,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         folder.check_writing()
     except OSError as error:
         raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error
-    if fault := _disk_fault(folder):
-        raise NotUp(fault)
+    if warning := _disk_warning(folder):
+        print(f"tidegate: {warning}", file=sys.stderr)
     with suppress(OSError):  # the agent tells it
         for fault in KeptQueue(folder.queue).read().faults:
             print(f"tidegate: {fault}", file=sys.stderr)
@@ -246,11 +246,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     return 0
 
 
-def _disk_fault(folder: ClusterFolder) -> str:
-    """Why no job could run: each has streams in NATS, whose room NATS reserves. Empty: one can, or may have its
-    streams there already."""
-    if folder.servers.exists():
-        return ""
+def _disk_warning(folder: ClusterFolder) -> str:
+    """Where a job may have no room for its streams. Empty: one has. Jobs may ask for less."""
     needed, there = doctor.stream_bytes(), folder.state if folder.state.is_dir() else folder.root
     free = shutil.disk_usage(there).free
     if free >= needed:
