@@ -98,6 +98,7 @@ async def cluster_of(folder: ClusterFolder) -> AsyncIterator[cluster_pb2_grpc.Cl
             yield cluster_pb2_grpc.ClusterStub(channel)
         except PeerUnavailable:
             refuse_down(folder)
+            _refuse_elsewhere(folder)
             raise
 
 
@@ -114,13 +115,17 @@ def refuse_down(folder: ClusterFolder) -> None:
     raise ClusterDown(f"no cluster is up in {output_dir}: start one with tidegate up n0=8")
 
 
+def _refuse_elsewhere(folder: ClusterFolder) -> None:
+    """KeptElsewhere, of one that does not answer here. A unit may have another number for the machine that it is on."""
+    if agent_pid(folder) == 0:
+        raise KeptElsewhere(f"the cluster of {folder.root.parent} is up on another machine: call it there")
+
+
 @asynccontextmanager
 async def channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterator[Any]:
     """The channel of gRPC. Raises as `cluster_of`."""
     refuse_down(folder)
     output_dir, peer = folder.root.parent, SCHEDULER
-    if keeper is None and agent_pid(folder) == 0:
-        raise KeptElsewhere(f"the cluster of {output_dir} is up on another machine: call it there")
     try:
         has_begun = keeper is None or folder.endpoint.exists()
         fields = parse_json(folder.endpoint.read_bytes()) if has_begun else {}
@@ -134,6 +139,7 @@ async def channel_to(folder: ClusterFolder, keeper: Term | None) -> AsyncIterato
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoCluster(f"the cluster of {output_dir} begins, and takes no commands yet: try again") from error
     except (ValueError, KeyError, TypeError, CertsError) as error:
+        _refuse_elsewhere(folder)
         raise NoCluster(f"the cluster of {output_dir} cannot be asked: {error}") from error
     channels = Channels(default_timeout_s=CALL_TIMEOUT_S, tls=tls)
     try:
