@@ -179,7 +179,7 @@ PARTS: Mapping[str, Part] = {
     NOTHING: Part(_named(outlook, "GRID", 127)),
     # The opening
     "an opening at home": Part(_named(tide_policy, "_at_home", lambda *_: None)),
-    "an order by hints": Part(_named(tide_policy, "order_at_opening", lambda *_, **__: ())),
+    "an order by hints": Part(_named(tide_policy, "orders_at_opening", lambda *_, **__: ((),))),
     "short prompts between long ones": Part(rules={"short_share": 0.0}, kinds=STREAMED),
     "an order by probes": Part(
         _without_probes(),

@@ -21,7 +21,13 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.policy.lengths_law import final_lengths
-from services.scheduler.policy.opening_order import by_minibatch, hints_tell_apart, mixed, short_between_long
+from services.scheduler.policy.opening_order import (
+    by_minibatch,
+    hints_tell_apart,
+    longest_first,
+    mixed,
+    short_between_long,
+)
 from services.scheduler.policy.situation import Situation
 from services.scheduler.state.observed import Ints
 from tidegate.order_of_responses import responses_in
@@ -44,12 +50,13 @@ def queue_in(situation: Situation, order: tuple[int, ...]) -> Ints:
     return ordered
 
 
-def order_at_opening(situation: Situation, *, short_share: float, shorts_a_long: int) -> tuple[int, ...]:
-    """The order of prompts with which an iteration opens."""
+def orders_at_opening(situation: Situation, *, short_share: float, shorts_a_long: int) -> tuple[tuple[int, ...], ...]:
+    """The orders of prompts with which an iteration may open. In a fixed order of minibatches those of the first one
+    let the trainer start early, and the longest of all leave no long tail."""
     if situation.spec.minibatch_order is MinibatchOrder.FIXED:
-        return by_minibatch(situation)
+        return tuple(dict.fromkeys((by_minibatch(situation), longest_first(situation))))
     order = short_between_long(situation, short_share, shorts_a_long=shorts_a_long)
-    return order or probing_order(situation, short_share=short_share, shorts_a_long=shorts_a_long)
+    return (order or probing_order(situation, short_share=short_share, shorts_a_long=shorts_a_long),)
 
 
 def probing_order(situation: Situation, *, short_share: float, shorts_a_long: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ from services.scheduler.policy.tide.foresight import (
     unrevised,
 )
 from services.scheduler.policy.tide.memory import TideMemory
-from services.scheduler.policy.tide.prompt_order import order_at_opening, probing_order
+from services.scheduler.policy.tide.prompt_order import orders_at_opening, probing_order
 from services.scheduler.policy.tide.seating import seated
 from services.scheduler.state.layouts import engine_size
 from services.scheduler.state.remembered import Assignment, as_configured
@@ -121,8 +121,14 @@ class TidePolicy:
         if not can_train(situation, len(there)) or not situation.num_unfinished:
             return self._before_training(situation, assigned, memory, there, is_as_planned=False)
         foresight, home = Foresight(self.rules), _at_home(situation, there)
-        order = order_at_opening(situation, short_share=self.rules.short_share, shorts_a_long=self.rules.shorts_a_long)
-        found, is_kept = foresight.plan(situation, assigned, memory, there, is_move=False, order=order), False
+        orders = orders_at_opening(
+            situation, short_share=self.rules.short_share, shorts_a_long=self.rules.shorts_a_long
+        )
+        plans = [
+            (each, foresight.plan(situation, assigned, memory, there, is_move=False, order=each)) for each in orders
+        ]
+        order, found = min(plans, key=lambda each: each[1].end_s)
+        is_kept = False
         if home is not None:
             found, is_kept = foresight.kept(situation, home, there, found, order=order)
         memory = replace(memory, plan=planned(situation, found), ordered_at_ms=situation.now_ms)

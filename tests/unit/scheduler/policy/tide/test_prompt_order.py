@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.tide.prompt_order import order_at_opening, probing_order, queue_in
+from services.scheduler.policy.tide.prompt_order import orders_at_opening, probing_order, queue_in
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.observed import ENDED, QUEUED
 from services.scheduler.state.remembered import Remembered, as_configured
@@ -18,24 +18,26 @@ SPEC = job(actor=2, rollout=4, inference=2, prompts=24, group_size=2, minibatche
 HINTS = tuple(100.0 + 7 * prompt % 24 for prompt in range(24))
 
 
-def opened(order: MinibatchOrder) -> tuple[int, ...]:
+def opened(order: MinibatchOrder) -> tuple[tuple[int, ...], ...]:
     spec = replace(SPEC, minibatch_order=order)
     situation = seen(spec, as_configured(spec), num_unfinished=48, num_unsubmitted=48)
     situation = replace(situation, generation=replace(situation.generation, hints=HINTS))
-    return order_at_opening(situation, short_share=0.25, shorts_a_long=1)
+    return orders_at_opening(situation, short_share=0.25, shorts_a_long=1)
 
 
 @pytest.mark.parametrize("order", MinibatchOrder)
 def test_an_order_has_every_prompt_once(order: MinibatchOrder) -> None:
-    assert sorted(opened(order)) == list(range(24))
+    for each in opened(order):
+        assert sorted(each) == list(range(24))
 
 
-def test_prompts_of_fixed_minibatches_come_in_the_order_of_these_and_the_longest_first() -> None:
-    order = opened(MinibatchOrder.FIXED)
-    assert [group // 8 for group in order] == sorted(group // 8 for group in order)
+def test_prompts_of_fixed_minibatches_come_in_the_order_of_these_or_the_longest_first() -> None:
+    by_minibatch, longest = opened(MinibatchOrder.FIXED)
+    assert [group // 8 for group in by_minibatch] == sorted(group // 8 for group in by_minibatch)
     for minibatch in range(3):
-        hints = [HINTS[group] for group in order if group // 8 == minibatch]
+        hints = [HINTS[group] for group in by_minibatch if group // 8 == minibatch]
         assert hints == sorted(hints, reverse=True)
+    assert [HINTS[group] for group in longest] == sorted(HINTS, reverse=True)
 
 
 PROBED = tuple(range(6, 24))
