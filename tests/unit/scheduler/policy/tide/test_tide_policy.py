@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from services.scheduler.policy.situation import Situation
-from services.scheduler.policy.tide.foresight import TideRules, stages_text
+from services.scheduler.policy.tide.foresight import Foresight, TideRules, stages_text
 from services.scheduler.policy.tide.memory import TideMemory
 from services.scheduler.policy.tide.tide_policy import TidePolicy
 from services.scheduler.state.costs import Rates
@@ -62,6 +63,20 @@ def test_with_fixed_minibatches_an_iteration_opens_with_the_prompts_of_the_first
     order = POLICY.choose(opening(replace(SPEC, minibatch_order=MinibatchOrder.FIXED))).group_order
     assert order[:8] == tuple(reversed(range(8)))
     assert sorted(order) == list(range(32))
+
+
+def test_with_fixed_minibatches_an_iteration_opens_with_the_order_that_ends_sooner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = Foresight.plan
+
+    def later(self: Foresight, *args: Any, order: tuple[int, ...] = (), **rest: Any) -> Any:
+        found = planned(self, *args, order=order, **rest)
+        return replace(found, end_s=found.end_s + 1000 * (order[0] == 7))
+
+    monkeypatch.setattr(Foresight, "plan", later)
+    order = POLICY.choose(opening(replace(SPEC, minibatch_order=MinibatchOrder.FIXED))).group_order
+    assert order == tuple(reversed(range(32)))
 
 
 def test_hints_with_a_larger_error_than_the_spread_of_prompts_are_ignored() -> None:
