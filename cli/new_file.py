@@ -25,5 +25,5 @@ def write_new(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 def refuse_existing(path: Path) -> None:
     """BadUsage, before a command that takes long."""
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise BadUsage(f"{path} is there already: name a new file")

@@ -47,7 +47,7 @@ def node_rows(
         for node, owners in by_node.items()
     ]
     known = {*by_node, *(each.job for each in submissions)}
-    if unknown := sorted({*names} - known):
+    if by_node and (unknown := sorted({*names} - known)):
         raise BadUsage(f"the cluster has no node or job {', '.join(unknown)}; its nodes are {', '.join(by_node)}")
     return [row for row in rows if not names or row["node"] in names or not set(row["jobs"]).isdisjoint(names)]
 

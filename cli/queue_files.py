@@ -35,10 +35,14 @@ def kept_submissions(folder: ClusterFolder) -> list[cluster_pb2.Submission]:
 
 
 def word_of(job: JobFolder) -> cluster_pb2.Submission | None:
-    """What the queue has of a job. None: nothing."""
+    """What the queue has of a job. None: nothing, or an end that is older than a run by hand."""
     folder = ClusterFolder.of(job.root.parent)
     with suppress(OSError, ValueError):
-        each = Submission.parse((folder.queue / "records" / f"{job.root.name}.json").read_bytes())
+        record = folder.queue / "records" / f"{job.root.name}.json"
+        each = Submission.parse(record.read_bytes())
+        is_over = each.state is SubmissionState.ENDED and job.result.exists()
+        if is_over and record.stat().st_mtime_ns < job.result.stat().st_mtime_ns:
+            return None
         return encode_submission(each, message=_message(each, folder))
     return None
 

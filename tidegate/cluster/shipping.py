@@ -66,14 +66,17 @@ def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
 
     def ship(key: str, folder: Path, names: Iterable[str] | None = None) -> Path:
         """The copy of these files of the folder, or of all; or the folder itself."""
-        if output_dir / NAME in folder.parents:
+        root = output_dir / NAME
+        if root in folder.parents:
+            with suppress(OSError), _locked(root):
+                os.utime(root / folder.relative_to(root).parts[0])
             return folder
         try:
             paths = _all(folder, leave=output_dir) if names is None else {Path(name): folder / name for name in names}
             if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES:
                 raise _Stays(f"it has more than {size_text(MOST_BYTES)}")
             files = {name: _File(path.read_bytes(), os.access(path, os.X_OK)) for name, path in paths.items()}
-            copy = _copy(files, output_dir / NAME)
+            copy = _copy(files, root)
         except (_Stays, OSError) as why:
             notes.append(f"{key} is not copied, but read when the job starts: {folder}: {why}")
             return folder

@@ -160,20 +160,22 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         return replace(each, state=SubmissionState.RUNNING, message=told, leaves=leaves)
     if ran.end is End.INTERRUPTED:
         treatment = Treatment.RESUME if ran.has_begun else each.treatment
-        num_before = 0 if ran.iteration > each.iteration else each.interruptions
-        interruptions = each.interruptions if leaves else num_before + 1
-        found = replace(each, iteration=max(each.iteration, ran.iteration))
+        # Before it has begun, --force has left the checkpoints of the run that it is to remove.
+        iteration = ran.iteration if ran.has_begun else 0
+        num_before = 0 if iteration > each.iteration else each.interruptions
+        interruptions = num_before if leaves else num_before + 1
+        found = replace(each, iteration=max(each.iteration, iteration))
         return _again(found, leaves or ran.message, cluster, interruptions=interruptions, treatment=treatment)
     return _ended(each, ran.end, ran.message)
 
 
 def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, treatment: Treatment) -> Submission:
     if each.is_cancelled:
-        return _ended(each, End.CANCELLED, why)
+        return _cancelled(each, why)
     if interruptions >= MAX_INTERRUPTIONS:
         return _ended(each, End.INTERRUPTED, f"{why}; not started again after {interruptions} interruptions")
-    # One that does not count, as by a drain, leaves their number as it is.
-    wait_s = 0 if interruptions in (1, each.interruptions) else 2 ** (interruptions - 1)
+    # One that does not count, as by a drain, makes their number no larger.
+    wait_s = 2 ** (interruptions - 1) if interruptions > max(1, each.interruptions) else 0
     return replace(
         each,
         state=SubmissionState.QUEUED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_a_job_that_was_interrupted_is_as_the_queue_says(
         answer = json.loads(capsys.readouterr().out)
         row = next(each for each in answer if each["job"] == "ran") if command == "get" else answer
         assert (row["state"], row["message"]) == (state, message)
+
+
+def test_a_run_by_hand_after_the_clusters_end_is_told_itself(
+    output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(output_dir, replace(submitted("ran"), state=SubmissionState.ENDED, end=End.FINISHED, message="old"))
+    record = ClusterFolder.of(output_dir).queue / "records" / "ran.json"
+    os.utime(record, (1, 1))
+    write_outcome(output_dir, End.INTERRUPTED, "by hand")
+    assert execute(["describe", "ran", "--output-dir", str(output_dir), "-o", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["state"], answer["message"]) == ("interrupted", "by hand")
 
 
 def test_a_job_of_a_cluster_that_somebody_runs_by_hand_is_asked_itself(

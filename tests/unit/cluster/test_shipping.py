@@ -116,6 +116,16 @@ def test_equal_files_have_one_copy_and_a_shipped_config_stays_as_it_is(person: P
     assert person.shipped().rewards[0].import_from != first.rewards[0].import_from
 
 
+def test_a_config_that_names_an_old_copy_keeps_it(person: Person) -> None:
+    first = person.shipped()
+    before_s = time.time() - UNUSED_S - 1
+    for name in person.copies():
+        os.utime(person.jobs / NAME / name, (before_s, before_s))
+    assert shipped(first, notes=person.notes) == first
+    assert (Path(first.rewards[0].import_from) / "grading.py").is_file()
+    assert Path(first.model.tokenizer).is_file()
+
+
 def test_a_copy_that_was_changed_is_made_anew(person: Person) -> None:
     copy = Path(person.shipped().rewards[0].import_from)
     for file in ("grading.py", "words.json"):

@@ -115,6 +115,21 @@ def test_a_start_that_brought_the_job_further_ends_the_row_of_its_interruptions(
     assert found.iteration == 8
 
 
+def test_a_checkpoint_counts_whatever_ended_the_start_that_made_it() -> None:
+    last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1, iteration=3)
+    ran = {last.job: Ran(9, End.INTERRUPTED, "power", iteration=10)}
+    moved = after([last], Cluster(NODES, (), ran, drained=[NodeId("n0")], now_unix_ms=5))["a"]
+    assert (moved.interruptions, moved.iteration, moved.resumes_unix_ms) == (0, 10, 5)
+    not_begun = {last.job: Ran(9, End.INTERRUPTED, "power", has_begun=False, iteration=10)}
+    assert after([last], Cluster(NODES, (), not_begun, drained=[NodeId("n0")]))["a"].iteration == 3
+
+
+def test_a_cancelled_job_whose_launcher_died_has_the_persons_reason() -> None:
+    alive = replace(running("a"), is_cancelled=True, reason="too dear")
+    found = after([alive], cluster(a=Ran(1, End.INTERRUPTED, "its launcher was killed")))["a"]
+    assert (found.end, found.message) == ("cancelled", "its launcher was killed: too dear")
+
+
 def test_a_clock_that_was_set_holds_nobody_up() -> None:
     for now_ms in (0, 10**12):
         waits = replace(submitted("a"), resumes_unix_ms=10**11, interruptions=2)
