@@ -42,7 +42,7 @@ from tidegate.tasks.tokenizer_config import CONFIG_FILE, TEMPLATE_FILE
 
 NAME = ".files"
 MOST_BYTES = 16 * 2**20
-"""Of a folder. A tokenizer of 150,000 tokens has 11 MB."""
+"""The most that a folder may have. A tokenizer of 150,000 tokens has 11 MB."""
 MOST_FILES = 1000
 UNUSED_S = 7 * 24 * 3600.0
 """A copy that no config names goes after that: its job may not be in the queue yet, or in a backup of it."""

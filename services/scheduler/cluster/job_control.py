@@ -29,7 +29,7 @@ _CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
 
 
 class JobsControl(control_pb2_grpc.ControlServicer):
-    """Of the jobs whose folders are in `output_dir`. NotRunning: the named one does not answer."""
+    """Asks the jobs whose folders are in `output_dir`. NotRunning: the named one does not answer."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir

@@ -92,14 +92,14 @@ def test_the_file_of_a_reward_is_in_its_copy(place: str, person: Person) -> None
     path = (person.mine / place.format(mine=person.mine)).resolve()
     path.parent.mkdir(exist_ok=True)
     path.write_text("def score(response):\n    return 2.0\n")
-    (person.mine / "check.sh").write_text("")
-    (person.mine / "check.sh").chmod(0o755)
+    (program := path.with_name("check.sh")).write_text("")
+    program.chmod(0o755)
     reward = person.shipped(f"{place.format(mine=person.mine)}:score").rewards[0]
     found = Path(reward.import_from) / reward.path.rpartition(":")[0]
     assert person.jobs / NAME in found.parents
     assert "return 2.0" in found.read_text()
-    for program in Path(reward.import_from).glob("check.sh"):
-        assert os.access(program, os.X_OK)
+    assert os.access(found.with_name("check.sh"), os.X_OK)
+    assert not os.access(found, os.X_OK)
 
 
 def test_the_folder_of_a_config_whose_reward_is_installed_is_not_copied(person: Person) -> None:
