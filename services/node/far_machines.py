@@ -8,6 +8,7 @@ Invariants:
   [test_far_machines: comes_back_while_another]
 - A machine tells of no other's gates. [test_far_machines: of_another_machine]
 - A machine that is not as this one is away, with the reason. [test_far_machines: of_another_version]
+- Of two agents on one machine one is away. [test_far_machines: two_agents_on_one_machine]
 - Who asks for gates waits for no machine that is away. [test_far_machines: waits_for_no_machine]
 """
 
@@ -28,7 +29,7 @@ from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.codec import WireError, decode_gate_state
 from tidegate.config.sections.job import ClusterSection, MachineSection
-from tidegate.launcher.preflight import machine_fault
+from tidegate.launcher.preflight import machine_fault, same_machine_fault
 from tidegate.ownership.records import GateState
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
@@ -45,12 +46,13 @@ _SILENT = (PeerUnavailable, PeerRefused, WireError)
 @dataclass(slots=True)
 class _Far:
     """`away_s`: since when it is away. `reason`: why; empty: it is there. `memory_bytes`: its host memory, as it told
-    last; 0: it has told nothing yet."""
+    last; 0: it has told nothing yet. `memory_id`: the name of that memory."""
 
     section: MachineSection
     away_s: float
     reason: str = _UNASKED
     memory_bytes: int = 0
+    memory_id: str = ""
     channels: Channels | None = None
     stub: Any = None
 
@@ -148,13 +150,20 @@ class FarMachines:
         await self._connect(each)
         try:
             there = await each.stub.GetMachine(machine_pb2.GetMachineRequest(shared=str(self._shared)))
-            each.memory_bytes = there.host_memory.total_bytes
+            each.memory_bytes, each.memory_id = there.host_memory.total_bytes, there.host_memory_id
             fault = machine_fault(there, each.section, self._cluster, shared=self._shared)
             if not fault:
                 await self._asked(each)
+                fault = self._twin_fault(each)
         except _SILENT as error:
             fault = _silence(error)
         self._note(each, fault)
+
+    def _twin_fault(self, each: _Far) -> str:
+        for other in self._far:
+            if other is not each and not other.reason and other.memory_id == each.memory_id:
+                return same_machine_fault(each.section.name, other.section.name)
+        return ""
 
     async def _connect(self, each: _Far) -> None:
         assert self._tls is not None, "there are machines, so there is a credential for them"

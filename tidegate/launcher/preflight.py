@@ -87,7 +87,7 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
         )
     finally:
         await channels.close()
-    silent = []
+    silent, faults = [], []
     for machine, each in zip(cluster.machines, found, strict=True):
         if isinstance(each, PeerUnavailable | PeerRefused):
             silent.append(
@@ -96,17 +96,24 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
             )
         elif isinstance(each, BaseException):
             raise each
-    faults = [each for each in found if isinstance(each, str) and each]
+        elif each[0]:
+            faults.append(each[0])
+    first_of: dict[str, str] = {}
+    for machine, each in zip(cluster.machines, found, strict=True):
+        if isinstance(each, tuple) and (other := first_of.setdefault(each[1], machine.name)) != machine.name:
+            faults.append(same_machine_fault(machine.name, other))
     if faults:
         raise CannotStart("\n".join((*faults, *silent)))
     if silent:
         raise MachineAway("\n".join(silent))
 
 
-async def _asked_fault(stub: Any, machine: MachineSection, cluster: ClusterSection, job: Job | None) -> str:
+async def _asked_fault(stub: Any, machine: MachineSection, cluster: ClusterSection, job: Job | None) -> tuple[str, str]:
+    """Its fault, and the name of its host memory."""
     paths = named_paths(job.config) if job is not None else {}
     request = machine_pb2.GetMachineRequest(paths=[*dict.fromkeys(paths.values())])
-    return machine_fault(await stub.GetMachine(request), machine, cluster, job=job)
+    there = await stub.GetMachine(request)
+    return machine_fault(there, machine, cluster, job=job), there.host_memory_id
 
 
 def machine_fault(
@@ -146,6 +153,14 @@ def machine_fault(
     if job is not None and len(machine.nodes) * node_bytes(job) > room:
         return f"{key} has in {there.host_memory_root} {shortage(job, len(machine.nodes), size_text(room))}"
     return ""
+
+
+def same_machine_fault(name: str, other: str) -> str:
+    """Why two agents of these machines cannot both lend nodes to a job."""
+    return (
+        f"cluster.machines: {name} is the same machine as {other}: a machine has one agent, so name the nodes of both "
+        "under one of them"
+    )
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:

@@ -15,6 +15,14 @@ from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import machine_pb2
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _id_of(folder: Path) -> str:
+    """Containers of one machine have a host memory each."""
+    there = folder.stat()
+    return f"{BOOT_ID.read_text().strip()}/{there.st_dev}/{there.st_ino}"
+
 
 def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> machine_pb2.GetMachineResponse:
     """`devices`: those that it lends. OSError where there is no such folder."""
@@ -31,5 +39,6 @@ def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> 
             total_bytes=host_memory.f_blocks * block, available_bytes=host_memory.f_bavail * block
         ),
         host_memory_root=str(host_memory_root),
+        host_memory_id=_id_of(host_memory_root),
         cuda_devices=[machine_pb2.CudaDevice(name=each.name, total_bytes=each.total_bytes) for each in devices],
     )

@@ -80,12 +80,15 @@ class GetMachineResponse(_message.Message):
     HOST_MEMORY_ROOT_FIELD_NUMBER: _builtins.int
     CUDA_DEVICES_FIELD_NUMBER: _builtins.int
     MISSING_PATHS_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_ID_FIELD_NUMBER: _builtins.int
     user: _builtins.int
     has_shared: _builtins.bool
     """Whether the file that was asked for is there."""
     hostname: _builtins.str
     num_cores: _builtins.float
     host_memory_root: _builtins.str
+    host_memory_id: _builtins.str
+    """Names the folder `host_memory_root` of this boot of the machine. Two agents with one name are on one machine."""
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """By package."""
@@ -122,10 +125,11 @@ class GetMachineResponse(_message.Message):
         host_memory_root: _builtins.str = ...,
         cuda_devices: _abc.Iterable[Global___CudaDevice] | None = ...,
         missing_paths: _abc.Iterable[_builtins.str] | None = ...,
+        host_memory_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host_memory", b"host_memory", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "cuda_devices", b"cuda_devices", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "missing_paths", b"missing_paths", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "cuda_devices", b"cuda_devices", "has_shared", b"has_shared", "host_memory", b"host_memory", "host_memory_id", b"host_memory_id", "host_memory_root", b"host_memory_root", "hostname", b"hostname", "memory", b"memory", "missing_paths", b"missing_paths", "num_cores", b"num_cores", "user", b"user", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,8 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     agents = []
     for name, node in (("b", N1), ("c", N2)):
         authority.issue(Identity("lab", Party.NODE, name), tmp_path / name)
-        agents.append(Agent(tmp_path, name, node, _Servicer(tmp_path)))
+        (tmp_path / f"memory-{name}").mkdir()
+        agents.append(Agent(tmp_path, name, node, _Servicer(tmp_path / f"memory-{name}")))
         await agents[-1].serve()
     b, c = agents
     yield Lab(tmp_path, b, c)
@@ -205,6 +206,22 @@ async def test_a_machine_of_another_version_is_away_and_says_which(lab: Lab, mon
         monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: own)
         await lab.changes.get()
         assert not await lab.away(seen)
+
+
+async def test_of_two_agents_on_one_machine_one_is_away_while_the_other_is_there(lab: Lab) -> None:
+    for each in (lab.b, lab.c):
+        each.servicer = _Servicer(lab.folder)
+        await each.stop()
+        await each.serve()
+    async with watched(lab.look(lab.b, lab.c)) as seen:
+        for _ in range(2):
+            await lab.changes.get()
+        ((node, reason),) = (await lab.away(seen)).items()
+        away, there = (lab.b, lab.c) if node == N1 else (lab.c, lab.b)
+        assert f"{away.name} is the same machine as {there.name}" in reason
+        await there.stop()
+        while [*await lab.away(seen)] != [there.node]:
+            await lab.changes.get()
 
 
 async def test_a_machine_without_the_gpus_of_its_slots_is_away_until_it_has_them(lab: Lab) -> None:

@@ -93,13 +93,13 @@ class Lab:
         log = JobFolder.of(config).root / "actor@n0.out"
         return log.read_text() if log.exists() else ""
 
-    async def serve(self, address: str = f"{LOOPBACK}:0") -> RpcServer:
+    async def serve(self, address: str = f"{LOOPBACK}:0", *, credentials: str = "node") -> RpcServer:
         servicer = MachineServicer(self.program, self.folder / "memory")
         served = Service(
             machine_pb2.DESCRIPTOR.services_by_name["Machine"],
             lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
         )
-        return await serve([served], address, tls=Credentials(self.folder / "node"))
+        return await serve([served], address, tls=Credentials(self.folder / credentials))
 
     async def stand_in(self, config: JobConfig) -> asyncio.subprocess.Process:
         return await self.started(self.hosted(config))
@@ -115,6 +115,7 @@ class Lab:
 async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     authority = Authority.create(tmp_path / "ca", "lab")
     authority.issue(Identity("lab", Party.NODE, "b"), tmp_path / "node")
+    authority.issue(Identity("lab", Party.NODE, "d"), tmp_path / "twin")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
     authority.issue(Identity("lab", Party.JOB, "small"), tmp_path / "job")
     (tmp_path / "memory").mkdir()
@@ -416,6 +417,13 @@ async def test_machines_are_checked_before_a_start(lab: Lab, monkeypatch: pytest
     other = lab.config(machines=[{"name": "c", "agent": lab.server.endpoint, "nodes": ["n0"]}])
     with pytest.raises(CannotStart, match=r"cluster\.machines: c"):
         await check_machines(other.cluster)
+    twin = await lab.serve(credentials="twin")
+    first, *_ = lab.config().cluster.machines
+    second = first.model_copy(update={"name": "d", "agent": twin.endpoint})
+    both = lab.config().cluster.model_copy(update={"machines": (first, second)})
+    with pytest.raises(CannotStart, match=r"cluster\.machines: d is the same machine as b"):
+        await check_machines(both)
+    await twin.stop(grace_s=0)
 
 
 async def test_what_a_config_names_has_to_be_on_every_machine(lab: Lab) -> None:
