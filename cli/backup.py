@@ -18,7 +18,7 @@ from tidegate.cluster.submissions import SubmissionState
 from tidegate.json_text import parse_json, typed
 from tidegate.ports.rpc import PeerRefused
 from tidegate.short_lists import counted
-from tidegate.types import GpuId, NodeId, node_of
+from tidegate.types import Drain, GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 
@@ -26,9 +26,12 @@ async def back_up(path: Path, output_dir: Path, form: Form) -> int:
     """Writes the cluster's jobs to a new file, which nobody else can read. NoCluster. BadUsage: it cannot be made."""
     async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
         told = [response.job async for response in cluster.BackUpJobs(cluster_pb2.BackUpJobsRequest())]
-        drained = (await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())).drained_nodes
+        there = await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
     jobs = tuple(BackedUpJob(each.record.decode(), each.config) for each in told)
-    backup = Backup(time.time_ns() // 1_000_000, jobs, tuple(map(NodeId, sorted(drained))))
+    drained = {
+        NodeId(node): Drain.STAY if node in there.nodes_keeping_jobs else Drain.LEAVE for node in there.drained_nodes
+    }
+    backup = Backup(time.time_ns() // 1_000_000, jobs, drained)
     # It may have secrets.
     write_new(path, backup.to_json(), mode=0o600)
     num_live = sum(parse_json(each.record)["state"] != SubmissionState.ENDED for each in jobs)
@@ -53,9 +56,9 @@ async def _restore(backup: Backup, path: Path, output_dir: Path, form: Form) -> 
         is_new = not (await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())).submissions
         there = await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
         nodes = {node_of(GpuId(gpu.gpu)) for gpu in there.gpus}
-        for node in backup.drained:
+        for node, drain in sorted(backup.drained.items()):
             if is_new and node in nodes:
-                await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node))
+                await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, keeps_jobs=drain is Drain.STAY))
                 found.drained.append(node)
             elif node not in there.drained_nodes:
                 print(f"tidegate: node {node} was drained when the backup was made, and is not now", file=sys.stderr)

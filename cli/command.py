@@ -178,8 +178,12 @@ def _run(args: argparse.Namespace) -> int:
             if args.dry_run or args.wait:
                 flag = "--dry-run" if args.dry_run else "--wait"
                 raise BadUsage(f"drain {args.job} takes no {flag}: that is for GPUs of a job (tidegate drain JOB n0/3)")
-            return asyncio.run(nodes.drain_node(args.job, output_dir, form, undo=args.undo))
+            if args.undo and args.keep_jobs:
+                raise BadUsage("drain takes --keep-jobs or --undo, not both: an undone drain changes no job")
+            return asyncio.run(nodes.drain_node(args.job, output_dir, form, undo=args.undo, keeps_jobs=args.keep_jobs))
         case "drain":
+            if args.keep_jobs:
+                raise BadUsage(f"drain {args.job} with targets takes no --keep-jobs: that is for a node of the cluster")
             return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
         case "why":
             question = Question(gpu=args.gpu, transition=args.transition, iteration=args.iteration)

@@ -42,7 +42,11 @@ def node_rows(
             "slots": len(owners),
             "free": 0 if node in away else owners.count(""),
             "jobs": sorted({*filter(None, owners)}),
-            "message": _message(away.get(node), is_keepers=bool(keeper) and machines.get(node) == keeper),
+            "message": _message(
+                away.get(node),
+                keeps_jobs=node in there.nodes_keeping_jobs and any(owners),
+                is_keepers=bool(keeper) and machines.get(node) == keeper,
+            ),
         }
         for node, owners in by_node.items()
     ]
@@ -52,20 +56,22 @@ def node_rows(
     return [row for row in rows if not names or row["node"] in names or not set(row["jobs"]).isdisjoint(names)]
 
 
-def _message(away: cluster_pb2.NodeAway | None, *, is_keepers: bool) -> str:
+def _message(away: cluster_pb2.NodeAway | None, *, keeps_jobs: bool, is_keepers: bool) -> str:
     if away is not None:
         return f"for {away.seconds:.0f} s: {away.reason}"
-    return "its machine keeps the cluster" if is_keepers else ""
+    told = (("its jobs stay until they end", keeps_jobs), ("its machine keeps the cluster", is_keepers))
+    return "; ".join(text for text, is_so in told if is_so)
 
 
-async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool) -> int:
+async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool, keeps_jobs: bool) -> int:
     """Takes a node away from the cluster's jobs, or gives it back. NoCluster."""
     try:
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
-            answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo))
+            answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo, keeps_jobs=keeps_jobs))
     except NoCluster as error:
         raise NoCluster(f"{error}; to drain GPUs of a job, name them too: tidegate drain {node} n0/3") from error
-    how = "takes jobs again" if undo else "gets no jobs, and those on it go on elsewhere once there is room"
+    theirs = "stay until they end" if keeps_jobs else "go on elsewhere once there is room"
+    how = "takes jobs again" if undo else f"gets no jobs, and those on it {theirs}"
     row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
     print(answer_text(row, f"node {node} {how}", form))
     return 0

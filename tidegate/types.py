@@ -39,6 +39,15 @@ class Role(StrEnum):
     INFERENCE = "inference"
 
 
+class Drain(StrEnum):
+    """What the jobs of a drained node do. It gets no others."""
+
+    LEAVE = "leave"
+    """They are interrupted, and go on elsewhere."""
+    STAY = "stay"
+    """They stay until they end."""
+
+
 class MinibatchOrder(StrEnum):
     """How complete groups are put into minibatches."""
 

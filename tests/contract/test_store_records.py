@@ -14,7 +14,7 @@ from tidegate.adapters.cell_store import CellStore
 from tidegate.adapters.cells import Cell, Session
 from tidegate.ownership.records import StoreDamaged, VersionConflict
 from tidegate.ports.store import JobState, Submissions
-from tidegate.types import CommandId, JobId, NodeId, Role
+from tidegate.types import CommandId, Drain, JobId, NodeId, Role
 
 __all__ = ["servers", "store", "world"]
 
@@ -161,13 +161,16 @@ class TestSubmissions:
     ) -> None:
         one, node = JobId("one"), NodeId("n1")
         for _ in range(2):
-            await store.drain_node(node)
-        assert await (await attached(world)).submissions() == Submissions({}, 1, frozenset({node}))
+            await store.drain_node(node, Drain.STAY)
+        assert await (await attached(world)).submissions() == Submissions({}, 1, {node: Drain.STAY})
         with pytest.raises(VersionConflict, match="round 1 has placed jobs, after round 0"):
             await store.write_submissions({one: b"1"}, expected={one: None}, after_round=0)
         for _ in range(2):
-            await store.drain_node(node, undo=True)
-        assert await store.submissions() == Submissions({}, 2)
+            await store.drain_node(node, Drain.LEAVE)
+        assert await store.submissions() == Submissions({}, 2, {node: Drain.LEAVE})
+        for _ in range(2):
+            await store.drain_node(node, None)
+        assert await store.submissions() == Submissions({}, 3)
 
     async def test_a_cleared_job_has_its_record_alone_and_other_jobs_all_of_theirs(self, store: CellStore) -> None:
         other = JobId("other")

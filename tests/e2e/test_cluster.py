@@ -366,8 +366,10 @@ def test_a_job_of_a_drained_node_goes_on_elsewhere_with_the_same_bits(cluster: C
     cluster.submit("beside", algorithm__iterations=20)
     cluster.submit("undisturbed", algorithm__iterations=20)
     cluster.until("beside", state="running")
+    assert "stay until they end" in cluster.run("drain", other[node], "--keep-jobs")
     assert "takes jobs again" in cluster.run("drain", node, "--undo")
     cluster.until("undisturbed", state="finished")
+    assert cluster.until("beside", state="finished").num_starts == 1
     assert (cluster.nodes_of("beside"), cluster.nodes_of("undisturbed")) == ([other[node]], [node])
     moved, undisturbed = cluster.summary("moved"), cluster.summary("undisturbed")
     assert (moved["lost"], moved["duplicates"], moved["iterations"]) == (0, 0, 20)

@@ -105,8 +105,8 @@ class Site:
         done = self.make("undeploy", *words, **changes)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
-    def submit(self, name: str, *, on: str = "a") -> None:
-        raw = small_job(name, algorithm__iterations=ITERATIONS)
+    def submit(self, name: str, *, on: str = "a", iterations: int = ITERATIONS) -> None:
+        raw = small_job(name, algorithm__iterations=iterations)
         (self.storage / f"{name}.yaml").write_text(yaml.safe_dump(raw))
         self.tidegate("submit", f"/srv/tidegate/{name}.yaml", on=on)
 
@@ -188,6 +188,28 @@ def assert_credentials_are_renewed(site: Site) -> None:
     assert {row["state"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))} == {"ready"}
 
 
+def assert_a_release_waits_for_jobs(site: Site) -> None:
+    """One with the same code, at another path."""
+    for each in site.machines.values():
+        each.said(f"ln -s {sys.prefix} /opt/other")
+    for name in ("undisturbed", "behind"):
+        site.submit(name, iterations=3 * ITERATIONS)
+    site.until_saved("undisturbed")
+    waits = {"tidegate_environment": "/opt/other", "tidegate_waits_for_jobs": True}
+    done = site.make("deploy", **waits, tidegate_most_wait_minutes=0.05)
+    assert done.returncode != 0
+    assert re.search("(undisturbed|behind): nothing is changed", " ".join(done.stdout.split())), done.stdout[-4000:]
+    assert {row["state"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))} == {"ready"}
+    assert min(site.deploy(**waits).values()) > 0
+    assert site.deploy(**waits) == dict.fromkeys(ADDRESSES, 0)
+    assert {row["state"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))} == {"ready"}
+    ended = json.loads(site.tidegate("wait", "undisturbed", "behind", "-o", "json"))
+    assert {row["job"]: (row["state"], row["starts"]) for row in ended} == {
+        "undisturbed": ("finished", 1),
+        "behind": ("finished", 1),
+    }
+
+
 def assert_nothing_is_left(site: Site, *names: str) -> None:
     for name in names:
         machine = site.machines[name]
@@ -239,17 +261,17 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     for name in ("first", "second"):
         assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)
 
-    # Another release, which has the same code.
+    assert_a_release_waits_for_jobs(site)
+    # Another release, which does not.
     for each in site.machines.values():
-        each.said(f"ln -s {sys.prefix} /opt/other")
         each.said(
             "mkdir -p /opt/tidegate-releases; cd /opt/tidegate-releases; mkdir old new broken; "
             "touch new/.installed; touch -d '2 days ago' old/.installed"
         )
     site.submit("third")
     site.until_saved("third")
-    assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
-    assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
+    assert min(site.deploy().values()) > 0
+    assert site.deploy() == dict.fromkeys(ADDRESSES, 0)
     assert site.machines["b"].said("ls /opt/tidegate-releases") == "new", "one stays, to go back to"
 
     site.submit("fourth")

@@ -41,7 +41,7 @@ from tidegate.ownership.records import (
     transition_number,
 )
 from tidegate.ports.store import Identity, JobState, LeadRecord, Ownership, StoreContents, Submissions
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
+from tidegate.types import CommandId, Drain, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
 
 T = TypeVar("T")
 
@@ -310,17 +310,18 @@ class CellStore:
     async def submissions(self) -> Submissions:
         reading = await self._read(tables=("submissions", "drained"), cells=(tables.ROUNDS,))
         texts = {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
-        drained = frozenset(map(NodeId, reading.tables["drained"]))
+        drained = {NodeId(node): tables.read_drain(text) for node, text in reading.tables["drained"].items()}
         return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS), drained)
 
-    async def drain_node(self, node: NodeId, *, undo: bool = False) -> None:
+    async def drain_node(self, node: NodeId, drain: Drain | None) -> None:
         cell = tables.drained_cell(node)
+        text = None if drain is None else drain.encode()
 
         def decide(reading: Reading) -> tuple[Writes, None]:
-            if (reading.cells[cell] is None) is undo:
+            if reading.cells[cell] == text:
                 return {}, None
             rounds = tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS)
-            return {cell: None if undo else b"1", tables.ROUNDS: b"%d" % (rounds + 1)}, None
+            return {cell: text, tables.ROUNDS: b"%d" % (rounds + 1)}, None
 
         await self._write((cell, tables.ROUNDS), decide)
 

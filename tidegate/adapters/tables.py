@@ -36,7 +36,7 @@ from tidegate.ownership.records import (
     encode_transition,
 )
 from tidegate.ports.store import Identity, JobState, LeadRecord
-from tidegate.types import LARGEST_TERM, GpuId, InstanceId, JobId, NodeId, Role, TransitionId
+from tidegate.types import LARGEST_TERM, Drain, GpuId, InstanceId, JobId, NodeId, Role, TransitionId
 
 T = TypeVar("T")
 
@@ -62,6 +62,11 @@ ROUNDS = Cell("cluster", "rounds")
 
 def drained_cell(node: NodeId) -> Cell:
     return Cell("drained", node)
+
+
+def read_drain(text: bytes) -> Drain:
+    """Earlier releases wrote 1."""
+    return Drain.STAY if text == Drain.STAY.encode() else Drain.LEAVE
 
 
 def configs_of(job: JobId) -> str:

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from tidegate.cluster.drained import drained_fields, drained_of
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.launcher.outcome import End
-from tidegate.types import NodeId
+from tidegate.types import Drain, NodeId
 
 FORMAT = 1
 
@@ -75,11 +77,11 @@ class Backup:
 
     made_unix_ms: int
     jobs: tuple[BackedUpJob, ...]
-    drained: tuple[NodeId, ...] = ()
+    drained: Mapping[NodeId, Drain] = field(default_factory=dict)
 
     def to_json(self) -> str:
         jobs = [{"record": each.record, "config": each.config} for each in self.jobs]
-        fields = {"format": FORMAT, "made_unix_ms": self.made_unix_ms, "drained": self.drained, "jobs": jobs}
+        fields = {"format": FORMAT, "made_unix_ms": self.made_unix_ms, "jobs": jobs, **drained_fields(self.drained)}
         return json.dumps(fields, indent=1, sort_keys=True)
 
     @classmethod
@@ -93,7 +95,7 @@ class Backup:
             return cls(
                 whole_number(fields["made_unix_ms"], "made_unix_ms"),
                 tuple(BackedUpJob(*(typed(str, each[name], name) for name in ("record", "config"))) for each in jobs),
-                tuple(NodeId(typed(str, node, "a node")) for node in typed(list, fields["drained"], "drained")),
+                drained_of(fields),
             )
         except KeyError as error:
             raise ValueError(f"a backup has no {error}") from error

@@ -23,10 +23,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidegate.cluster.drained import drained_fields, drained_of
 from tidegate.cluster.submissions import Submission, SubmissionState
 from tidegate.json_text import parse_json, typed, whole_number
 from tidegate.launcher.claim import sync_folder, write_private
-from tidegate.types import JobId, NodeId
+from tidegate.types import Drain, JobId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Kept:
     """What the files have. `faults`: those that cannot be read, each with the reason."""
 
     jobs: Mapping[JobId, KeptJob] = field(default_factory=dict)
-    drained: frozenset[NodeId] = frozenset()
+    drained: Mapping[NodeId, Drain] = field(default_factory=dict)
     term: int = 0
     faults: tuple[str, ...] = ()
 
@@ -73,13 +74,12 @@ class KeptQueue:
                     faults.append(f"{config} is damaged or missing: cancel job {each.job}, and submit it again")
             except (ValueError, IsADirectoryError) as error:
                 faults.append(f"{path} cannot be read ({error})")
-        drained, term = frozenset[NodeId](), 0
+        drained, term = dict[NodeId, Drain](), 0
         if (path := self._path("cluster.json")).exists():
             try:
                 fields = typed(dict, parse_json(path.read_bytes()), "the queue's file of the cluster")
                 term = whole_number(fields["term"], "term")
-                nodes = typed(list, fields["drained"], "drained")
-                drained = frozenset(NodeId(typed(str, node, "a node")) for node in nodes)
+                drained = drained_of(fields)
             except (ValueError, KeyError) as error:
                 faults.append(f"{path} cannot be read ({error!r})")
         return Kept(jobs, drained, term, tuple(faults))
@@ -98,7 +98,7 @@ class KeptQueue:
         changed: Collection[Submission],
         configs: Mapping[JobId, str],
         *,
-        drained: Collection[NodeId],
+        drained: Mapping[NodeId, Drain],
         term: int,
     ) -> None:
         """Brings the files to what the store has: all records in `texts`. OSError: nothing is known of what was written
@@ -107,7 +107,7 @@ class KeptQueue:
             if not (folder := self._path(name)).is_dir():
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 sync_folder(folder.parent)
-        cluster = json.dumps({"drained": sorted(drained), "term": term})
+        cluster = json.dumps({**drained_fields(drained), "term": term})
         if cluster != self._cluster:
             write_private(self._path("cluster.json"), cluster, is_durable=True)
             self._cluster = cluster

@@ -18,11 +18,11 @@ What a caller does after a failure:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.ownership.records import GpuRecord, MoveState, Outcome, Transition
-from tidegate.types import CommandId, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
+from tidegate.types import CommandId, Drain, GpuId, InstanceId, JobId, Layout, NodeId, Role, Token, TransitionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +236,11 @@ class Boots(Protocol):
 @dataclass(frozen=True, slots=True)
 class Submissions:
     """The records of a cluster's jobs, each a text of its scheduler, the number of rounds that have placed jobs, and
-    the nodes that get none."""
+    the nodes that get none, with what their jobs do."""
 
     texts: Mapping[JobId, bytes]
     rounds: int
-    drained: frozenset[NodeId] = frozenset()
+    drained: Mapping[NodeId, Drain] = field(default_factory=dict)
 
 
 class JobRegistry(Protocol):
@@ -264,8 +264,9 @@ class JobRegistry(Protocol):
         """
         ...
 
-    async def drain_node(self, node: NodeId, *, undo: bool = False) -> None:
-        """The node gets no job from now on, until it is undone. A round that was decided before does not count."""
+    async def drain_node(self, node: NodeId, drain: Drain | None) -> None:
+        """The node gets no job from now on. None: it gets jobs again. A round that was decided before does not
+        count."""
         ...
 
     async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:

@@ -187,6 +187,7 @@ class ListClusterGpusResponse(_message.Message):
     DRAINED_NODES_FIELD_NUMBER: _builtins.int
     AWAY_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    NODES_KEEPING_JOBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.GpuStatus]: ...
     @_builtins.property
@@ -195,6 +196,10 @@ class ListClusterGpusResponse(_message.Message):
     def away(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeAway]: ...
     @_builtins.property
     def places(self) -> Global___Places: ...
+    @_builtins.property
+    def nodes_keeping_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Drained nodes that keep their jobs until these end."""
+
     def __init__(
         self,
         *,
@@ -202,10 +207,11 @@ class ListClusterGpusResponse(_message.Message):
         drained_nodes: _abc.Iterable[_builtins.str] | None = ...,
         away: _abc.Iterable[Global___NodeAway] | None = ...,
         places: Global___Places | None = ...,
+        nodes_keeping_jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus", "nodes_keeping_jobs", b"nodes_keeping_jobs", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,18 +345,22 @@ class DrainNodeRequest(_message.Message):
 
     NODE_FIELD_NUMBER: _builtins.int
     UNDO_FIELD_NUMBER: _builtins.int
+    KEEPS_JOBS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     undo: _builtins.bool
     """Gives the node back to the cluster."""
+    keeps_jobs: _builtins.bool
+    """Its jobs stay until they end. Otherwise they go on elsewhere."""
     def __init__(
         self,
         *,
         node: _builtins.str = ...,
         undo: _builtins.bool = ...,
+        keeps_jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "undo", b"undo"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_jobs", b"keeps_jobs", "node", b"node", "undo", b"undo"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.ports.store import Store
 from tidegate.short_lists import counted
 from tidegate.sizes import host_memory_text
-from tidegate.types import JobId, NodeId, job_id, node_of
+from tidegate.types import Drain, JobId, NodeId, job_id, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 
@@ -85,14 +85,18 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def ListClusterGpus(
         self, request: cluster_pb2.ListClusterGpusRequest, context: Any
     ) -> cluster_pb2.ListClusterGpusResponse:
-        drained = sorted(await self._loop.drained())
+        drained = await self._loop.drained()
         # The map remembers GPUs of nodes that the cluster had earlier.
         there = {
             gpu: each for gpu, each in (await self._loop.gpus()).items() if node_of(gpu) in self._cluster.slots.nodes
         }
         gpus = gpu_statuses(there)
         return cluster_pb2.ListClusterGpusResponse(
-            gpus=gpus, drained_nodes=drained, away=self._loop.away, places=self._loop.places
+            gpus=gpus,
+            drained_nodes=sorted(drained),
+            nodes_keeping_jobs=sorted(node for node, drain in drained.items() if drain is Drain.STAY),
+            away=self._loop.away,
+            places=self._loop.places,
         )
 
     async def GetNodeMachine(
@@ -101,7 +105,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return await self._loop.machine_of(self._known(request.node))
 
     async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, context: Any) -> cluster_pb2.DrainNodeResponse:
-        drained = await self._loop.drain(self._known(request.node), undo=request.undo)
+        drain = None if request.undo else Drain.STAY if request.keeps_jobs else Drain.LEAVE
+        drained = await self._loop.drain(self._known(request.node), drain)
         return cluster_pb2.DrainNodeResponse(drained_nodes=sorted(drained))
 
     async def CancelSubmission(

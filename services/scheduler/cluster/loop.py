@@ -56,7 +56,7 @@ from tidegate.ownership.records import (
 from tidegate.ports.bus import BusUnavailable, JobStreams, TermRegister
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.ports.store import Store
-from tidegate.types import GpuId, JobId, NodeId, node_of
+from tidegate.types import Drain, GpuId, JobId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 BEAT_S = 1.0
@@ -153,8 +153,8 @@ class ClusterLoop:
             if each.config:
                 await self.store.keep_config(job, each.config)
         if lost or not stored.rounds:
-            for node in kept.drained - stored.drained:
-                await self.store.drain_node(node)
+            for node in kept.drained.keys() - stored.drained.keys():
+                await self.store.drain_node(node, kept.drained[node])
         # Last, so that what failed is seen as lost again.
         if lost:
             texts = {job: each.record for job, each in lost.items()}
@@ -204,14 +204,15 @@ class ClusterLoop:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
         return _parsed((await self._once_open(self.store.submissions)).texts)
 
-    async def drained(self) -> frozenset[NodeId]:
+    async def drained(self) -> Mapping[NodeId, Drain]:
         """The nodes that get no jobs. As `change` for a store that does not answer."""
         return (await self._once_open(self.store.submissions)).drained
 
-    async def drain(self, node: NodeId, *, undo: bool) -> frozenset[NodeId]:
-        """All drained nodes after that, and wakes the loop. As `change` for a store that does not answer."""
+    async def drain(self, node: NodeId, drain: Drain | None) -> Mapping[NodeId, Drain]:
+        """All drained nodes after that, and wakes the loop. None gives the node back. As `change` for a store that does
+        not answer."""
         deadline_s = time.monotonic() + ANSWER_S
-        await self._once_open(lambda: self.store.drain_node(node, undo=undo), deadline_s)
+        await self._once_open(lambda: self.store.drain_node(node, drain), deadline_s)
         self._wake.set()
         await self._once_open(self.keep, deadline_s)
         return (await self._once_open(self.store.submissions, deadline_s)).drained

@@ -11,8 +11,8 @@ is none.
 On each of its nodes a job needs host memory too. The ledger of a machine is what its jobs need of it, and a job waits
 for room there as for GPUs.
 
-A node may be drained: it gets no job, and what runs on it is interrupted, which does not count, and goes on where there
-is room. So it is with a node whose machine is away for long.
+A node may be drained: it gets no job. What runs on it is interrupted, which does not count, and goes on where there is
+room; or it stays until it ends. A node whose machine is away for long is as one that all leave.
 
 A cluster may come back with other nodes. A job that has no room there any more ends.
 
@@ -25,7 +25,8 @@ Invariants:
 - Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
 - A job that is interrupted at once is started later each time. [test_queue: started_later_each_time]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
-- A drained node gets no job, and none stays on it. [test_queue: drained_node_gets_no_job]
+- A drained node gets no job, and none stays on it but where that is asked for. [test_queue: drained_node_gets_no_job]
+  [test_queue: stays_until_it_ends]
 - Nor does one whose machine is away for long. [test_queue: job_whose_machine_is_away_for_long_goes_on]
 - A start that has not begun is repeated as it was asked for. [test_queue: has_not_begun]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
@@ -36,14 +37,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tidegate.cluster.placement import HostMemory, Room, memory_told, placed_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
 from tidegate.short_lists import counted
 from tidegate.sizes import host_memory_text
-from tidegate.types import GpuId, JobId, NodeId, node_of
+from tidegate.types import Drain, GpuId, JobId, NodeId, node_of
 
 KEPT = 256
 """The records of ended jobs that stay. The folders of the jobs have the rest."""
@@ -72,7 +73,7 @@ class Cluster:
     - `memory`: the host memory of machines, as far as they have told it.
     - `free`: GPUs that nobody has in the ownership map.
     - `ran`: the last start of each job.
-    - `drained`: nodes that get no jobs.
+    - `drained`: nodes that get no jobs, with what theirs do.
     - `lost`: those whose machines are away for long.
     - `now_unix_ms`: by the store's clock.
     """
@@ -80,7 +81,7 @@ class Cluster:
     nodes: Mapping[NodeId, int]
     free: Collection[GpuId]
     ran: Mapping[JobId, Ran]
-    drained: Collection[NodeId] = ()
+    drained: Mapping[NodeId, Drain] = field(default_factory=dict)
     lost: Collection[NodeId] = ()
     memory: tuple[HostMemory, ...] = ()
     now_unix_ms: int = 0
@@ -88,7 +89,7 @@ class Cluster:
     def leaves_for(self, submission: Submission) -> str:
         """Why the job cannot stay on its GPUs. Empty: it can."""
         nodes = sorted({node_of(gpu) for gpu in submission.gpus})
-        if drained := [node for node in nodes if node in self.drained]:
+        if drained := [node for node in nodes if self.drained.get(node) is Drain.LEAVE]:
             return f"its node {drained[0]} was drained"
         if lost := [node for node in nodes if node in self.lost]:
             return f"the machine of its node {lost[0]} is away"

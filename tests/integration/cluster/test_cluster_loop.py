@@ -31,7 +31,7 @@ from tidegate.codec import encode_gate_state
 from tidegate.ownership.records import GateState, GpuState, Outcome, StoreUnavailable, VersionConflict
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import Submissions
-from tidegate.types import GpuId, JobId, Layout, NodeId, Role, Token
+from tidegate.types import Drain, GpuId, JobId, Layout, NodeId, Role, Token
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 ONE = JobId("one")
@@ -314,6 +314,11 @@ async def test_a_node_that_is_drained_gets_no_job_until_that_is_undone(lab: Lab)
     await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0", undo=True), None)
     await loop.round()
     assert [*lab.machine.starts] == [ONE]
+    await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0", keeps_jobs=True), None)
+    await loop.round()
+    there = await servicer.ListClusterGpus(cluster_pb2.ListClusterGpusRequest(), None)
+    assert there.nodes_keeping_jobs == there.drained_nodes == ["n0"]
+    assert not lab.machine.stopped
     await servicer.DrainNode(cluster_pb2.DrainNodeRequest(node="n0"), None)
     await loop.round()
     assert lab.machine.stopped == [(ONE, False)]
@@ -382,14 +387,14 @@ async def test_the_kept_queue_goes_on_as_it_was_in_a_new_store(lab: Lab) -> None
     await loop.keep()
     assert (await loop.submissions())[JobId("over")].state is SubmissionState.ENDED
     await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="cancelled"), None)
-    await loop.drain(NodeId("n1"), undo=False)
+    await loop.drain(NodeId("n1"), Drain.STAY)
     before, term = (await store.submissions()).texts, (await store.identity()).term
     lab.machine.starts.clear()
 
     new = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
     loop, store = await new.replica()
     after = await store.submissions()
-    assert (after.texts, after.drained) == (before, frozenset({NodeId("n1")}))
+    assert (after.texts, after.drained) == (before, {NodeId("n1"): Drain.STAY})
     assert (await store.identity()).term > term
     await loop.round()
     found = await loop.submissions()
@@ -434,7 +439,7 @@ async def test_a_store_that_fails_while_it_is_opened_is_opened_again(lab: Lab, m
     """It is open then, without its jobs."""
     loop, store = await lab.replica()
     await ClusterServicer(loop, store, CLUSTER).SubmitJob(request(ONE), None)
-    await loop.drain(NodeId("n1"), undo=False)
+    await loop.drain(NodeId("n1"), Drain.STAY)
     register, answers = store.register, [False, False]
 
     async def fails_twice(gpus: Any) -> None:
@@ -449,11 +454,11 @@ async def test_a_store_that_fails_while_it_is_opened_is_opened_again(lab: Lab, m
     running = asyncio.create_task(loop.run(stopping))
     await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
     assert {*(await loop.submissions())} == {ONE}
-    assert await loop.drained() == frozenset({NodeId("n1")})
+    assert await loop.drained() == {NodeId("n1"): Drain.STAY}
     assert not answers
     stopping.set()
     await asyncio.wait_for(running, 5)
-    assert KeptQueue(lab.queue).read().drained == frozenset({NodeId("n1")})
+    assert KeptQueue(lab.queue).read().drained == {NodeId("n1"): Drain.STAY}
 
 
 async def test_a_call_that_is_cut_off_lets_nobody_else_write_before_its_own_write_is_over(

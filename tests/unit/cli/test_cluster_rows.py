@@ -24,6 +24,7 @@ def test_a_slot_is_free_where_neither_a_placed_job_nor_the_ownership_map_has_it(
     there = cluster_pb2.ListClusterGpusResponse(
         gpus=gpus,
         drained_nodes=["n1"],
+        nodes_keeping_jobs=["n1"],
         away=[cluster_pb2.NodeAway(node="n2", seconds=3.2, reason="it is old")],
         places=cluster_pb2.Places(machines={"n0": "a", "n2": "b"}, keeper="a"),
     )
@@ -31,7 +32,15 @@ def test_a_slot_is_free_where_neither_a_placed_job_nor_the_ownership_map_has_it(
     rows = node_rows(there, placed)
     assert rows == [
         {"node": "n0", "state": "ready", "machine": "a", "slots": 3, "free": 1, "jobs": ["one"], "message": KEEPS},
-        {"node": "n1", "state": "drained", "machine": None, "slots": 2, "free": 1, "jobs": ["killed"], "message": ""},
+        {
+            "node": "n1",
+            "state": "drained",
+            "machine": None,
+            "slots": 2,
+            "free": 1,
+            "jobs": ["killed"],
+            "message": "its jobs stay until they end",
+        },
         {
             "node": "n2",
             "state": "away",
@@ -70,3 +79,11 @@ def test_the_drain_of_a_node_changes_nothing_where_a_flag_is_not_its_own(
 ) -> None:
     assert execute(["drain", "n0", flag, "--output-dir", str(tmp_path)]) == 2
     assert f"drain n0 takes no {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "told"), [("--undo", "not both"), ("n0/3", "drain n0 with targets takes no")])
+def test_a_drain_that_keeps_jobs_is_of_a_node_and_is_none_that_is_undone(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["drain", "n0", words, "--keep-jobs", "--output-dir", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.cluster_jobs import of_size, submitted
 from tidegate.cluster.backup import BackedUpJob, Backup
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
-from tidegate.types import GpuId, NodeId
+from tidegate.types import Drain, GpuId, NodeId
 
 
 def job(name: str, **changes: Any) -> BackedUpJob:
@@ -24,11 +24,14 @@ def job(name: str, **changes: Any) -> BackedUpJob:
 RUNNING: dict[str, Any] = {"state": SubmissionState.RUNNING, "gpus": (GpuId("n0/3"),), "starts": 2}
 ENDED: dict[str, Any] = {"state": SubmissionState.ENDED, "end": "failed", "message": "no disk"}
 ONE, TWO = job("one", **RUNNING), job("two")
-BACKUP = Backup(1_700_000_000_000, (ONE, TWO), (NodeId("n1"),))
+DRAINED = {NodeId("n1"): Drain.LEAVE, NodeId("n2"): Drain.STAY}
+BACKUP = Backup(1_700_000_000_000, (ONE, TWO), DRAINED)
 
 
 def test_a_backup_survives_its_json() -> None:
     assert Backup.parse(BACKUP.to_json().encode()) == BACKUP
+    earlier = {name: value for name, value in json.loads(BACKUP.to_json()).items() if name != "keeping_jobs"}
+    assert Backup.parse(json.dumps(earlier).encode()).drained == dict.fromkeys(DRAINED, Drain.LEAVE)
 
 
 @pytest.mark.parametrize(

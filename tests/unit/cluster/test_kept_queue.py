@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from tests.unit.cluster_jobs import submitted
 from tidegate.cluster.kept_queue import KeptJob, KeptQueue
 from tidegate.cluster.submissions import Submission, SubmissionState
-from tidegate.types import JobId, NodeId
+from tidegate.types import Drain, JobId, NodeId
 
 CONFIG = '{"job": "one"}\n'
 NAME = hashlib.sha256(CONFIG.encode()).hexdigest()
 ONE, TWO = JobId("one"), JobId("two")
+NONE: Mapping[NodeId, Drain] = {}
 
 
-def write(queue: KeptQueue, *records: Submission, drained: tuple[str, ...] = (), term: int = 1) -> list[JobId]:
+def write(queue: KeptQueue, *records: Submission, drained: Mapping[NodeId, Drain] = NONE, term: int = 1) -> list[JobId]:
     """As the loop does. The jobs that were written."""
     texts = {each.job: each.to_json() for each in records}
     changed = queue.changed(texts, {each.job: each for each in records})
     configs = {each.job: CONFIG for each in changed if queue.lacks_config(each)}
-    queue.write(texts, changed, configs, drained=[NodeId(node) for node in drained], term=term)
+    queue.write(texts, changed, configs, drained=drained, term=term)
     return [each.job for each in changed]
 
 
@@ -36,10 +38,10 @@ def ended(name: str) -> Submission:
 def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
     queue = KeptQueue(tmp_path / "queue")
     assert queue.read().jobs == {}
-    write(queue, job("one"), ended("two"), drained=("n1",), term=7)
+    write(queue, job("one"), ended("two"), drained={NodeId("n1"): Drain.STAY}, term=7)
     found = KeptQueue(tmp_path / "queue").read()
     assert found.jobs == {ONE: KeptJob(job("one").to_json(), CONFIG), TWO: KeptJob(ended("two").to_json(), "")}
-    assert (found.drained, found.term, found.faults) == (frozenset({NodeId("n1")}), 7, ())
+    assert (found.drained, found.term, found.faults) == ({NodeId("n1"): Drain.STAY}, 7, ())
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "queue").glob("*/*.json")} == {0o600}
 
 

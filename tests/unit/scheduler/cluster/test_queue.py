@@ -13,7 +13,7 @@ from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import HostMemory, cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
 from tidegate.launcher.outcome import End
-from tidegate.types import JobId, NodeId
+from tidegate.types import Drain, JobId, NodeId
 
 QUEUED, PLACED, RUNNING, ENDED = SubmissionState
 ALL = cluster_gpus(NODES)
@@ -118,10 +118,10 @@ def test_a_start_that_brought_the_job_further_ends_the_row_of_its_interruptions(
 def test_a_checkpoint_counts_whatever_ended_the_start_that_made_it() -> None:
     last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1, iteration=3)
     ran = {last.job: Ran(9, End.INTERRUPTED, "power", iteration=10)}
-    moved = after([last], Cluster(NODES, (), ran, drained=[NodeId("n0")], now_unix_ms=5))["a"]
+    moved = after([last], Cluster(NODES, (), ran, drained={NodeId("n0"): Drain.LEAVE}, now_unix_ms=5))["a"]
     assert (moved.interruptions, moved.iteration, moved.resumes_unix_ms) == (0, 10, 5)
     not_begun = {last.job: Ran(9, End.INTERRUPTED, "power", has_begun=False, iteration=10)}
-    assert after([last], Cluster(NODES, (), not_begun, drained=[NodeId("n0")]))["a"].iteration == 3
+    assert after([last], Cluster(NODES, (), not_begun, drained={NodeId("n0"): Drain.LEAVE}))["a"].iteration == 3
 
 
 def test_a_cancelled_job_whose_launcher_died_has_the_persons_reason() -> None:
@@ -183,11 +183,12 @@ def test_a_start_that_has_not_begun_is_repeated_as_it_was_asked_for() -> None:
 
 def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> None:
     nodes = {NodeId("n0"): 4, NodeId("n1"): 4}
-    free, n0 = cluster_gpus(nodes), frozenset({NodeId("n0")})
+    free = cluster_gpus(nodes)
     before = replace(running("a"), interruptions=MAX_INTERRUPTIONS - 1)
     waits = submitted("b", 4)
 
-    def there(end: End | None = None, *, drained: frozenset[NodeId] = n0) -> Cluster:
+    def there(end: End | None = None, *, is_drained: bool = True) -> Cluster:
+        drained = {NodeId("n0"): Drain.LEAVE} if is_drained else {}
         return Cluster(nodes, free, {JobId("a"): Ran(1, end)}, drained)
 
     step = next_step([before, waits], there())
@@ -199,8 +200,24 @@ def test_a_drained_node_gets_no_job_and_what_runs_on_it_goes_on_elsewhere() -> N
     assert (gone.state, gone.treatment, gone.gpus) == (QUEUED, Treatment.RESUME, ())
     assert gone.interruptions == before.interruptions, "a drain is none"
     assert after([gone], there(End.INTERRUPTED))["a"].gpus == free[4:]
-    back = after([gone, waits], there(End.INTERRUPTED, drained=frozenset()))["a"]
+    back = after([gone, waits], there(End.INTERRUPTED, is_drained=False))["a"]
     assert back.gpus == free[:4]
+
+
+def test_a_job_of_a_node_that_keeps_its_jobs_stays_until_it_ends() -> None:
+    nodes = {NodeId("n0"): 4}
+    free, drained = cluster_gpus(nodes), {NodeId("n0"): Drain.STAY}
+    stays, waits = running("a"), submitted("b")
+
+    def there(end: End | None = None) -> Cluster:
+        return Cluster(nodes, free, {JobId("a"): Ran(1, end)}, drained)
+
+    step = next_step([stays, waits], there())
+    assert (step.changed, step.stops, step.starts) == ((), (), ())
+    fell = after([stays, waits], there(End.INTERRUPTED))["a"]
+    assert (fell.state, fell.interruptions) == (QUEUED, 1)
+    assert after([stays, waits], there(End.FINISHED))["a"].state == ENDED
+    assert after([fell, waits], there(End.INTERRUPTED)) == {"a": fell, "b": waits}, "nothing starts there"
 
 
 def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
