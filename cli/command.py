@@ -299,6 +299,9 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument("--priority", type=int, default=0, help="jobs with a higher one go first (default: 0)")
     submit.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     submit.add_argument("--force", action="store_true", help="remove the files of the job's earlier run and start over")
+    submit.add_argument(
+        "--no-copies", action="store_true", help="the job reads its small files where they are, when it starts"
+    )
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
     wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
     wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")

@@ -38,12 +38,13 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     words = ["tidegate", "submit", *args.config]
     if args.output_dir is not None:
         words += ["--output-dir", args.output_dir]
+    words += ["--no-copies"] if args.no_copies else []
     command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
     for warning in (*sourced.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
     try:
-        job = asyncio.run(_with_copies(request))
+        job = asyncio.run(check_job(request) if args.no_copies else _with_copies(request))
     except ConfigError as error:
         raise ConfigError(with_origins(str(error), sourced.layer)) from error
     submission = cluster_pb2.SubmitJobRequest(

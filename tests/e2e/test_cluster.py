@@ -308,8 +308,15 @@ def test_a_job_that_waits_keeps_the_files_of_its_submission(
     config = [str(own / "job.yaml"), str(own / "beside.yaml"), "algorithm.iterations=1"]
     assert execute(["submit", *config, "--output-dir", str(cluster.output_dir)]) == 0
     assert "the job's files are not copied, but read when it starts: their copy is refused (" in capsys.readouterr().err
-    for job in ("own-data", "beside"):
+    in_place = [*config, "job=in-place", "--no-copies"]
+    assert execute(["submit", *in_place, "--output-dir", str(cluster.output_dir)]) == 0
+    assert "copied" not in capsys.readouterr().err
+    for job in ("own-data", "beside", "in-place"):
         cluster.until(job, state="finished")
+    names_copies = [
+        ".files" in (cluster.output_dir / job / "config.json").read_text() for job in ("own-data", "in-place")
+    ]
+    assert names_copies == [True, False]
 
 
 def test_a_queue_that_cannot_be_read_or_written_is_told_at_once(
