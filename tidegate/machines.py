@@ -31,3 +31,8 @@ def _version(package: str) -> str:
 def fork_server_socket(config: JobConfig, node: NodeId) -> Path:
     """The socket of a node's fork server on another machine."""
     return Path(config.runtime.host_memory_root) / f"forkserver@{node}.sock"
+
+
+def boot_id() -> str:
+    """Of this machine: another one after each start of it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

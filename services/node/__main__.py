@@ -128,7 +128,13 @@ class Agent:
         version = Version(time.time_ns())
         far_nodes = {node for each in self._machines.far for node in each.nodes}
         gates = {node: Gate(self._gate_root / node) for node in self._slots.nodes if node not in far_nodes}
-        machines = FarMachines(self._machines, self._slots, shared=self._shared, changed=version.changed)
+        machines = FarMachines(
+            self._machines,
+            self._slots,
+            shared=self._shared,
+            host_memory_root=self._memory.parent,
+            changed=version.changed,
+        )
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(machines.aclose)
             await closing.enter_async_context(self._servers)

@@ -8,7 +8,8 @@ Invariants:
   [test_far_machines: comes_back_while_another]
 - A machine tells of no other's gates. [test_far_machines: of_another_machine]
 - A machine that is not as this one is away, with the reason. [test_far_machines: of_another_version]
-- Of two agents on one machine one is away. [test_far_machines: two_agents_on_one_machine]
+- Of two agents on one machine the later one is away, and so is one on this machine.
+  [test_far_machines: two_agents_on_one_machine] [test_far_machines: on_the_keepers_own_machine]
 - Who asks for gates waits for no machine that is away. [test_far_machines: waits_for_no_machine]
 """
 
@@ -33,6 +34,7 @@ from tidegate.launcher.preflight import machine_fault, same_machine_fault
 from tidegate.ownership.records import GateState
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
+from tidegate.runtime.inventory import host_memory_id
 from tidegate.types import NodeId, node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
 
@@ -58,7 +60,8 @@ class _Far:
 
 
 class FarMachines:
-    """`shared`: a file that all machines have to see. `changed` is called where a machine comes or goes."""
+    """`shared`: a file that all machines have to see. `host_memory_root`: of this machine. `changed` is called where a
+    machine comes or goes."""
 
     def __init__(
         self,
@@ -66,10 +69,11 @@ class FarMachines:
         slots: Slots,
         *,
         shared: Path,
+        host_memory_root: Path,
         changed: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """CertsError."""
+        """CertsError, OSError."""
         self._gate_root = machines.gate_root
         self._shared = shared
         self._changed = changed
@@ -81,6 +85,7 @@ class FarMachines:
         self._cluster = machines.section_of(of_all)
         self._tls = Credentials(Path(machines.credentials)) if machines.far else None
         self._far = [_Far(each, now_s()) for each in machines.far]
+        self._own_memory_id = host_memory_id(host_memory_root)
 
     async def gates(self) -> tuple[list[GateState], list[cluster_pb2.NodeAway]]:
         """The gates of all machines that are there, as they are now, and the nodes of the others."""
@@ -155,15 +160,24 @@ class FarMachines:
             if not fault:
                 await self._asked(each)
                 fault = self._twin_fault(each)
+                self._refuse_twins(each)
         except _SILENT as error:
             fault = _silence(error)
         self._note(each, fault)
 
     def _twin_fault(self, each: _Far) -> str:
-        for other in self._far:
-            if other is not each and not other.reason and other.memory_id == each.memory_id:
+        """Of one that is this machine, or an earlier one that is there."""
+        if each.memory_id == self._own_memory_id:
+            return same_machine_fault(each.section.name, "the one that keeps the cluster")
+        for other in self._far[: self._far.index(each)]:
+            if not other.reason and other.memory_id == each.memory_id:
                 return same_machine_fault(each.section.name, other.section.name)
         return ""
+
+    def _refuse_twins(self, each: _Far) -> None:
+        for other in self._far[self._far.index(each) + 1 :]:
+            if not other.reason and other.memory_id == each.memory_id:
+                self._note(other, same_machine_fault(other.section.name, each.section.name))
 
     async def _connect(self, each: _Far) -> None:
         assert self._tls is not None, "there are machines, so there is a credential for them"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed, whole_number
+from tidegate.machines import boot_id
 
 LOCK = "launcher.lock"
 RECORD_BYTES = 128
@@ -23,8 +24,7 @@ RECORD_BYTES = 128
 
 def machine_number() -> int:
     """A number of this machine and its boot: a pid means something there alone."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return int(boot.replace("-", "")[:12], 16)
+    return int(boot_id().replace("-", "")[:12], 16)
 
 
 def launcher_pid(folder: JobFolder) -> str | None:

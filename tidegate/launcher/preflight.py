@@ -130,6 +130,8 @@ def machine_fault(
     for package, own in versions().items():
         if own and there.versions[package] != own:
             return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"
+    if not there.host_memory_id:
+        return f"{key}: its agent is of an earlier release: install the same as here"
     if there.user != os.getuid():
         return (
             f"{key}: its agent runs as user {there.user}, and this job as user {os.getuid()}: they have to be the same"

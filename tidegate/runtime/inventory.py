@@ -9,19 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from tidegate.machines import versions
+from tidegate.machines import boot_id, versions
 from tidegate.runtime.cores import num_cores
 from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import machine_pb2
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def _id_of(folder: Path) -> str:
-    """Containers of one machine have a host memory each."""
-    there = folder.stat()
-    return f"{BOOT_ID.read_text().strip()}/{there.st_dev}/{there.st_ino}"
 
 
 def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> machine_pb2.GetMachineResponse:
@@ -39,6 +31,12 @@ def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> 
             total_bytes=host_memory.f_blocks * block, available_bytes=host_memory.f_bavail * block
         ),
         host_memory_root=str(host_memory_root),
-        host_memory_id=_id_of(host_memory_root),
+        host_memory_id=host_memory_id(host_memory_root),
         cuda_devices=[machine_pb2.CudaDevice(name=each.name, total_bytes=each.total_bytes) for each in devices],
     )
+
+
+def host_memory_id(folder: Path) -> str:
+    """Of one folder on one machine, until that starts again. Containers have a host memory each. OSError."""
+    there = folder.stat()
+    return f"{boot_id()}/{there.st_dev}/{there.st_ino}"

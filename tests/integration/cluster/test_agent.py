@@ -37,7 +37,7 @@ async def test_a_keeper_that_decides_nothing_gives_its_turn_away(
 ) -> None:
     monkeypatch.setattr("services.node.__main__.UNDECIDED_S", 0.5)
     slots, version = Slots({NodeId("n0"): 1}), Version(1)
-    far = FarMachines(Machines(), slots, shared=tmp_path, changed=version.changed)
+    far = FarMachines(Machines(), slots, shared=tmp_path, host_memory_root=tmp_path, changed=version.changed)
     servicer = NodeServicer(slots, {}, far, version, host_memory_root=tmp_path)
     folder = ClusterFolder.of(tmp_path)
     servicer.jobs = NodeJobs(folder, Supervisor(), prepare=None, leave=None, changed=None)  # type: ignore[arg-type]  # no job is started

@@ -97,6 +97,7 @@ class Lab:
             Machines("10.0.0.7", str(self.folder / "operator"), str(self.folder / "gates"), far),
             slots,
             shared=self.folder / "shared",
+            host_memory_root=self.folder / "memory-a",
             changed=lambda: self.changes.put_nowait(None),
             now_s=lambda: self.now_s,
         )
@@ -123,7 +124,8 @@ async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     monkeypatch.setattr(far_machines, "ANSWER_S", 0.5)
     authority = Authority.create(tmp_path / "ca", "lab")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
-    (tmp_path / "gates").mkdir()
+    for name in ("gates", "memory-a"):
+        (tmp_path / name).mkdir()
     (tmp_path / "shared").touch()
     agents = []
     for name, node in (("b", N1), ("c", N2)):
@@ -208,20 +210,39 @@ async def test_a_machine_of_another_version_is_away_and_says_which(lab: Lab, mon
         assert not await lab.away(seen)
 
 
-async def test_of_two_agents_on_one_machine_one_is_away_while_the_other_is_there(lab: Lab) -> None:
+async def test_of_two_agents_on_one_machine_the_later_one_is_away_while_the_other_is_there(lab: Lab) -> None:
     for each in (lab.b, lab.c):
         each.servicer = _Servicer(lab.folder)
         await each.stop()
-        await each.serve()
+    await lab.c.serve()
     async with watched(lab.look(lab.b, lab.c)) as seen:
-        for _ in range(2):
+        while [*await lab.away(seen)] != ["n1"]:
             await lab.changes.get()
-        ((node, reason),) = (await lab.away(seen)).items()
-        away, there = (lab.b, lab.c) if node == N1 else (lab.c, lab.b)
-        assert f"{away.name} is the same machine as {there.name}" in reason
-        await there.stop()
-        while [*await lab.away(seen)] != [there.node]:
+        await lab.b.serve()
+        while [*await lab.away(seen)] != ["n2"]:
             await lab.changes.get()
+        assert "c is the same machine as b" in (await lab.away(seen))["n2"]
+        await lab.b.stop()
+        while [*await lab.away(seen)] != ["n1"]:
+            await lab.changes.get()
+
+
+async def test_an_agent_on_the_keepers_own_machine_is_away(lab: Lab) -> None:
+    lab.b.servicer = _Servicer(lab.folder / "memory-a")
+    await lab.b.stop()
+    await lab.b.serve()
+    async with watched(lab.look(lab.b)) as seen:
+        await lab.changes.get()
+        assert "b is the same machine as the one that keeps the cluster" in (await lab.away(seen))["n1"]
+
+
+async def test_an_agent_that_does_not_name_its_host_memory_is_of_an_earlier_release(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.runtime.inventory.host_memory_id", lambda _: "")
+    async with watched(lab.look(lab.b)) as seen:
+        await lab.changes.get()
+        assert "its agent is of an earlier release" in (await lab.away(seen))["n1"]
 
 
 async def test_a_machine_without_the_gpus_of_its_slots_is_away_until_it_has_them(lab: Lab) -> None:
