@@ -115,7 +115,7 @@ async def check_job(request: RunRequest) -> Job:
     """All checks of a start, without any change. ConfigError, or the job with its data's checksums."""
     job = await _checked(request)
     refuse_claim(
-        request.config,
+        job.config,
         request.start,
         fresh_command=request.fresh_command,
         resume_command=request.resume_command,

@@ -144,6 +144,18 @@ def test_an_older_run_is_reported_and_stays(tmp_path: Path, capsys: pytest.Captu
     assert sorted(JobFolder.of(config).root.rglob("*")) == before
 
 
+def test_a_job_on_data_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder has the checksum of the data, and the person's config has none."""
+    path = small_file(tmp_path, **on_data(tmp_path, [RIGHT], **function("grading:score")))
+    (tmp_path / "grading.py").write_text("def score(response):\n    return 1.0\n")
+    with claim_folder(load_job(JobConfig.from_json(printed(capsys, path, "-o", "json"))), Start.FRESH, now_unix_s=0.0):
+        pass
+    assert yaml.safe_load(printed(capsys, path, "--resume"))["data"]["checksum"]
+    (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() * 2)
+    assert main(["run", str(path), "--resume", "--dry-run"]) == 2
+    assert "cannot go on with data.checksum=" in capsys.readouterr().err
+
+
 def test_a_relative_output_folder_counts_from_where_the_command_is_typed_and_is_printed_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
