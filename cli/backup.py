@@ -13,12 +13,13 @@ from cli.new_file import write_new
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.cluster.backup import BackedUpJob, Backup
+from tidegate.cluster.drained import drained_by
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.submissions import SubmissionState
 from tidegate.json_text import parse_json, typed
 from tidegate.ports.rpc import PeerRefused
 from tidegate.short_lists import counted
-from tidegate.types import Drain, GpuId, NodeId, node_of
+from tidegate.types import Drain, GpuId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 
@@ -28,10 +29,7 @@ async def back_up(path: Path, output_dir: Path, form: Form) -> int:
         told = [response.job async for response in cluster.BackUpJobs(cluster_pb2.BackUpJobsRequest())]
         there = await cluster.ListClusterGpus(cluster_pb2.ListClusterGpusRequest())
     jobs = tuple(BackedUpJob(each.record.decode(), each.config) for each in told)
-    drained = {
-        NodeId(node): Drain.STAY if node in there.nodes_keeping_jobs else Drain.LEAVE for node in there.drained_nodes
-    }
-    backup = Backup(time.time_ns() // 1_000_000, jobs, drained)
+    backup = Backup(time.time_ns() // 1_000_000, jobs, drained_by(there.drained_nodes, there.nodes_keeping_jobs))
     # It may have secrets.
     write_new(path, backup.to_json(), mode=0o600)
     num_live = sum(parse_json(each.record)["state"] != SubmissionState.ENDED for each in jobs)

@@ -31,10 +31,13 @@ from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
-from tidegate.cluster.kept_queue import KeptQueue
+from tidegate.cluster.kept_queue import Kept, KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
+from tidegate.cluster.placement import Room, placed_gpus
 from tidegate.cluster.slots import Slots
+from tidegate.cluster.submissions import Submission
 from tidegate.config.sections.job import ClusterSection
+from tidegate.job import command_in
 from tidegate.launcher.lock import lock_record
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
@@ -185,7 +188,9 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     machines, own_name = machines_of(args, machine_by_node)
     if (pid := agent_pid(folder)) is not None:
         where = f"agent {pid}" if pid else "on another machine"
-        raise NotUp(f"a cluster is up in {output_dir} already ({where}): end it there with tidegate down")
+        raise NotUp(
+            f"a cluster is up in {output_dir} already ({where}): end it there with {command_in(output_dir, 'down')}"
+        )
     of_a_job = ClusterSection.model_construct(
         nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu, machines=machines.far
     )
@@ -222,8 +227,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if warning := _disk_warning(folder):
         print(f"tidegate: {warning}", file=sys.stderr)
     with suppress(OSError):  # the agent tells it
-        for fault in KeptQueue(folder.queue).read().faults:
-            print(f"tidegate: {fault}", file=sys.stderr)
+        for note in _notes(KeptQueue(folder.queue).read(), slots):
+            print(f"tidegate: {note}", file=sys.stderr)
     text = ", ".join(f"{node} with {counted(count, 'slot')}" for node, count in slots.nodes.items())
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
@@ -238,12 +243,25 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         )
     keeper = _until_up(folder, agent, log)
     answer = {"folder": str(output_dir), "agent": agent.pid, "keeper": own_name or "this machine", **asdict(slots)}
-    told = f"the cluster of {output_dir} is up: {text}; submit jobs with tidegate submit"
+    told = f"the cluster of {output_dir} is up: {text}; submit jobs with {command_in(output_dir, 'submit', 'JOB.yaml')}"
     if keeper is not None:
         answer["keeper"] = keeper.name
         told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
     print(answer_text(answer, told, form))
     return 0
+
+
+def _notes(kept: Kept, slots: Slots) -> list[str]:
+    """What a person should know of the queue of a cluster that begins."""
+    notes = list(kept.faults)
+    if kept.paused:
+        notes.append(f"no job starts until tidegate pause --undo: {kept.paused}")
+    if drained := sorted(kept.drained.keys() & slots.nodes):
+        notes.append(f"drained, and without jobs until tidegate drain NODE --undo: {', '.join(drained)}")
+    waiting = [each for each in (Submission.parse(job.record) for job in kept.jobs.values()) if not each.end]
+    if never := sorted(each.job for each in waiting if placed_gpus(each.needs, Room.whole(slots.nodes)) is None):
+        notes.append(f"without room in this cluster, and waiting for a larger one: {', '.join(never)}")
+    return notes
 
 
 def _disk_warning(folder: ClusterFolder) -> str:
@@ -327,7 +345,7 @@ def down(output_dir: Path, form: Form) -> int:
                 raise NotUp(f"the cluster's agent {pid} has not ended within {DOWN_TIMEOUT_S:g} s: see {folder.logs}")
         finally:
             os.close(pidfd)
-    text = f"the cluster of {output_dir} is down; tidegate up goes on with its queue"
+    text = f"the cluster of {output_dir} is down; {command_in(output_dir, 'up', 'NODE=SLOTS')} goes on with its queue"
     if folder.is_of_several:
         text = (
             f"this machine neither keeps the cluster of {output_dir} nor stands by any more; one that stands by goes on"

@@ -17,6 +17,7 @@ from tidegate.certs.job_credentials import SCHEDULER
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import KEEPS, Keepers, Term
 from tidegate.cluster.machines import host_of
+from tidegate.job import command_in
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.control import CALL_TIMEOUT_S, NotRunning
 from tidegate.launcher.lock import machine_number, record_of_holder
@@ -108,11 +109,13 @@ def refuse_down(folder: ClusterFolder) -> None:
         return
     output_dir = folder.root.parent
     if folder.is_of_several:
-        how = "one that stands by begins soon, otherwise run tidegate up --standby"
+        how = f"one that stands by begins soon, otherwise run {command_in(output_dir, 'up', '--standby')}"
         raise ClusterDown(f"no machine keeps the cluster of {output_dir} now: {how}")
     if folder.description.exists():
-        raise ClusterDown(f"the cluster of {output_dir} was killed: start it with tidegate up")
-    raise ClusterDown(f"no cluster is up in {output_dir}: start one with tidegate up n0=8")
+        raise ClusterDown(
+            f"the cluster of {output_dir} was killed: start it with {command_in(output_dir, 'up', 'NODE=SLOTS')}"
+        )
+    raise ClusterDown(f"no cluster is up in {output_dir}: start one with {command_in(output_dir, 'up', 'n0=8')}")
 
 
 def _refuse_elsewhere(folder: ClusterFolder) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from cli.cluster_access import ClusterDown, KeptElsewhere, NoCluster, cluster_of
 from cli.jobs import UnknownJob
 from cli.queue_files import kept_submissions, word_of
-from cli.rows import Form, Row, show
+from cli.rows import Form, Row, answer_text, show
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import SILENT_S
 from tidegate.job import JobFolder
@@ -31,38 +31,74 @@ _LOOK_AGAIN_S = 0.05
 _FOLLOW_S = 0.5
 
 
-async def wait(jobs: Collection[str], output_dir: Path, form: Form) -> int:
+async def wait(
+    jobs: Collection[str],
+    output_dir: Path,
+    form: Form,
+    *,
+    is_for_running: bool = False,
+    timeout_s: float | None = None,
+) -> int:
     """Waits for the end of these jobs, or of all, those that come meanwhile too. The exit code: 1 where one of them has
-    not finished. NoCluster, UnknownJob."""
+    not finished, or not ended in time. `is_for_running`: until no job runs, and then 0. NoCluster, UnknownJob."""
     folder = ClusterFolder.of(output_dir)
     known = await _listed(folder)
     if unknown := sorted({*jobs}.difference(each.job for each in known)):
         has = ", ".join(sorted(each.job for each in known)) or "none"
         raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
-    ended = await until_ended(folder, jobs)
+    seen: dict[str, cluster_pb2.Submission] = {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            ended = await until_ended(folder, jobs, is_for_running=is_for_running, seen=seen)
+    except TimeoutError:
+        left = ", ".join(sorted(each.job for each in seen.values() if _is_awaited(each, is_for_running=is_for_running)))
+        print(f"tidegate: after {timeout_s:g} s not ended: {left}", file=sys.stderr)
+        return 1
     rows = [row_of(each) for each in ended]
     empty = f"all jobs of the cluster of {output_dir} have ended"
+    if is_for_running:
+        empty = f"no job runs in the cluster of {output_dir}"
     show(rows, ("job", "state", "starts", "message"), form=form, out=sys.stdout, empty=empty)
-    return int(any(each.end != "finished" for each in ended))
+    return int(not is_for_running and any(each.end != "finished" for each in ended))
 
 
-async def until_ended(folder: ClusterFolder, jobs: Collection[str]) -> list[cluster_pb2.Submission]:
-    """These jobs, or all that have not ended, once none is left. Each change is told on stderr. NoCluster: the cluster
-    ended, or has forgotten a job."""
-    seen: dict[str, cluster_pb2.Submission] = {}
+async def pause(reason: str, output_dir: Path, form: Form, *, undo: bool) -> int:
+    """Starts no job from now on, or starts them again. NoCluster."""
+    async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
+        answer = await cluster.PauseQueue(cluster_pb2.PauseQueueRequest(reason=reason, undo=undo))
+    told = f"no job starts until tidegate pause --undo: {answer.paused}" if answer.paused else "jobs start again"
+    print(answer_text({"paused": answer.paused or None}, told, form))
+    return 0
+
+
+async def until_ended(
+    folder: ClusterFolder,
+    jobs: Collection[str],
+    *,
+    is_for_running: bool = False,
+    seen: dict[str, cluster_pb2.Submission] | None = None,
+) -> list[cluster_pb2.Submission]:
+    """These jobs, or all that have not ended or that run, once none is left. Each change is told on stderr, and is in
+    `seen` at once. NoCluster: the cluster ended, or has forgotten a job."""
+    seen = {} if seen is None else seen
     patience_s = NEXT_KEEPER_S if folder.is_of_several else ANSWER_S
     while True:
         there = await _listed(folder, patience_s=patience_s)
         if gone := sorted({*jobs}.difference(each.job for each in there)):
             raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
         for each in there:
-            if each.job in jobs or (not jobs and (each.job in seen or each.state != "ended")):
+            is_awaited = _is_awaited(each, is_for_running=is_for_running)
+            if each.job in jobs or (not jobs and (each.job in seen or is_awaited)):
                 if (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else ""):
                     print(f"tidegate: job {each.job} {told}", file=sys.stderr)
                 seen[each.job] = each
-        if all(each.state == "ended" for each in seen.values()):
+        if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)
+
+
+def _is_awaited(each: cluster_pb2.Submission, *, is_for_running: bool) -> bool:
+    return each.state in ("placed", "running") if is_for_running else each.state != "ended"
 
 
 def _told(each: cluster_pb2.Submission) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import math
 import os
 import reprlib
 import sys
@@ -127,7 +128,13 @@ def _run(args: argparse.Namespace) -> int:
 
             return submitting.submit(args, form)
         case "wait":
-            return asyncio.run(cluster_queue.wait(args.jobs, output_dir, form))
+            if args.running and args.jobs:
+                raise BadUsage("wait takes jobs or --running, not both: --running is for all that run now")
+            return asyncio.run(
+                cluster_queue.wait(args.jobs, output_dir, form, is_for_running=args.running, timeout_s=args.timeout)
+            )
+        case "pause":
+            return asyncio.run(cluster_queue.pause(args.reason, output_dir, form, undo=args.undo))
         case "up":
             return cluster.up(args, output_dir, form)
         case "down":
@@ -178,13 +185,16 @@ def _run(args: argparse.Namespace) -> int:
             if args.dry_run or args.wait:
                 flag = "--dry-run" if args.dry_run else "--wait"
                 raise BadUsage(f"drain {args.job} takes no {flag}: that is for GPUs of a job (tidegate drain JOB n0/3)")
-            if args.undo and args.keep_jobs:
-                raise BadUsage("drain takes --keep-jobs or --undo, not both: an undone drain changes no job")
             return asyncio.run(nodes.drain_node(args.job, output_dir, form, undo=args.undo, keeps_jobs=args.keep_jobs))
         case "drain":
             if args.keep_jobs:
                 raise BadUsage(f"drain {args.job} with targets takes no --keep-jobs: that is for a node of the cluster")
-            return asyncio.run(manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo))
+            try:
+                return asyncio.run(
+                    manual_moves.drain(args.job, args.targets, output_dir, manner_of(args), undo=args.undo)
+                )
+            except UnknownJob as error:
+                raise UnknownJob(f"{error}; a node of a cluster is named alone: tidegate drain {args.job}") from error
         case "why":
             question = Question(gpu=args.gpu, transition=args.transition, iteration=args.iteration)
             return why(job_folder(output_dir, args.job), question, form)
@@ -305,6 +315,15 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
     wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
     wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")
+    wait.add_argument(
+        "--running", action="store_true", help="until no job runs, whatever becomes of the queue; exit code 0"
+    )
+    wait.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="wait no longer; exit code 1: some have not ended"
+    )
+    pause = command("pause", "Start no further job of the cluster, until --undo. Those that run go on.")
+    pause.add_argument("--reason", default="by hand", metavar="TEXT", help="for people who see that jobs wait")
+    pause.add_argument("--undo", action="store_true", help="start jobs again")
 
 
 def _add_output_dir(command: argparse.ArgumentParser, usual: str | None) -> None:
@@ -361,6 +380,16 @@ def _count(text: str) -> int:
 def _positive(text: str) -> int:
     if not (found := _count(text)):
         raise argparse.ArgumentTypeError("0 is too few")
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return found
 
 

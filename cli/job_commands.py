@@ -60,15 +60,19 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
         show(rows, jobs.JOB_COLUMNS, form=form, out=sys.stdout, empty=f"no jobs in {output_dir}")
         return 0
     if what == "nodes":
-        rows = nodes.node_rows(await cluster_queue.gpus(output_dir), await cluster_queue.submissions(output_dir), names)
+        there = await cluster_queue.gpus(output_dir)
+        if there.paused:
+            print(f"tidegate: no job starts until tidegate pause --undo: {there.paused}", file=sys.stderr)
+        rows = nodes.node_rows(there, await cluster_queue.submissions(output_dir), names)
         show(rows, nodes.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
         return 0
     folders = [jobs.job_folder(output_dir, name) for name in names] if names else jobs.job_folders(output_dir)
     rows = []
-    if what == "gpus" and not names and (shared := (await cluster_queue.gpus(output_dir)).gpus):
+    if what == "gpus" and (shared := (await cluster_queue.gpus(output_dir)).gpus):
         # The jobs of a cluster have one map, and its scheduler knows it.
-        rows = jobs.gpu_status_rows(shared)
-        own = {each.job for each in await cluster_queue.submissions(output_dir)}
+        own = {each.job: {*each.gpus} for each in await cluster_queue.submissions(output_dir)}
+        wanted = {gpu for job in own.keys() & names for gpu in own[job]}
+        rows = [row for row in jobs.gpu_status_rows(shared) if not names or row["job"] in names or row["gpu"] in wanted]
         folders = [folder for folder in folders if folder.root.name not in own]
     for folder in folders:
         rows += await _rows_of(what, folder, is_named=bool(names))

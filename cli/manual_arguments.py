@@ -48,8 +48,9 @@ def add_commands(command: Callable[[str, str], argparse.ArgumentParser]) -> None
     )
     drain.add_argument("job", metavar="JOB|NODE", help="a job with targets, or alone a node of the cluster")
     drain.add_argument("targets", nargs="*", metavar="GPU|NODE", help="such as n0/3, or n0 for all its GPUs")
-    drain.add_argument("--undo", action="store_true", help="give them back to the job")
-    drain.add_argument("--keep-jobs", action="store_true", help="jobs of the node stay until they end")
+    what = drain.add_mutually_exclusive_group()
+    what.add_argument("--undo", action="store_true", help="give them back to the job")
+    what.add_argument("--keep-jobs", action="store_true", help="jobs of the node stay until they end")
     for each in (scale, migrate, drain):
         how = each.add_mutually_exclusive_group()
         how.add_argument("--wait", action="store_true", help="return when the GPUs have moved, or cannot")

@@ -11,6 +11,8 @@ from cli.cluster_access import NoCluster, cluster_of
 from cli.rows import Form, Row, answer_text, written
 from cli.usage import BadUsage
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.job import JobFolder
+from tidegate.ports.rpc import PeerRefused
 from tidegate.sizes import host_memory_text
 from tidegate.types import GpuId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, machine_pb2
@@ -68,11 +70,17 @@ async def drain_node(node: str, output_dir: Path, form: Form, *, undo: bool, kee
     try:
         async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
             answer = await cluster.DrainNode(cluster_pb2.DrainNodeRequest(node=node, undo=undo, keeps_jobs=keeps_jobs))
+    except PeerRefused as refused:
+        if not JobFolder(output_dir / node).config.is_file():
+            raise
+        hint = f"{node} is a job, of which GPUs are drained: tidegate drain {node} n0/3"
+        raise BadUsage(f"{refused.reason}; {hint}") from refused
     except NoCluster as error:
         raise NoCluster(f"{error}; to drain GPUs of a job, name them too: tidegate drain {node} n0/3") from error
-    theirs = "stay until they end" if keeps_jobs else "go on elsewhere once there is room"
+    keeps = node in answer.nodes_keeping_jobs
+    theirs = "stay until they end or are interrupted" if keeps else "go on elsewhere once there is room"
     how = "takes jobs again" if undo else f"gets no jobs, and those on it {theirs}"
-    row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes)}
+    row: Row = {"node": node, "drained_nodes": list(answer.drained_nodes), "keeps_jobs": keeps}
     print(answer_text(row, f"node {node} {how}", form))
     return 0
 

@@ -18,7 +18,7 @@ from tidegate.cluster.shipping import shipped
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
-from tidegate.job import Job
+from tidegate.job import Job, command_in
 from tidegate.launcher.claim import Start
 from tidegate.launcher.host_memory import node_bytes
 from tidegate.launcher.run import RunRequest, check_job
@@ -86,5 +86,10 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
     if not follow:
         return 0
-    (ended,) = await until_ended(folder, {found.job})
+    try:
+        (ended,) = await until_ended(folder, {found.job})
+    except asyncio.CancelledError:
+        again = command_in(folder.root.parent, "wait", found.job)
+        print(f"tidegate: job {found.job} goes on; {again} waits for it again", file=sys.stderr)
+        raise
     return int(ended.end != "finished")

@@ -127,8 +127,7 @@ class JobFolder:
 
     def command(self, verb: str, *words: str) -> str:
         """`tidegate VERB JOB WORDS` as it works where this process was started."""
-        elsewhere = [] if self.root.parent == Path(OUTPUT_DIR).resolve() else ["--output-dir", str(self.root.parent)]
-        return shlex.join(["tidegate", verb, self.root.name, *words, *elsewhere])
+        return command_in(self.root.parent, verb, self.root.name, *words)
 
     def node(self, node: NodeId) -> Path:
         """The files of a node on its local disk: the gate's lock files."""
@@ -343,3 +342,9 @@ def _check_lengths(job: Job, texts: Sequence[str], *, max_new_tokens: int, key: 
             f"{key}={max_new_tokens} and a prompt of {longest} tokens (the longest of the first {len(texts)}) make "
             f"{longest + max_new_tokens}, more than model.max_seq_len={limit}: raise the one or lower the other"
         )
+
+
+def command_in(output_dir: Path, verb: str, *words: str) -> str:
+    """`tidegate VERB WORDS` for the jobs of a folder, as it works where this process was started."""
+    elsewhere = [] if output_dir == Path(OUTPUT_DIR).resolve() else ["--output-dir", str(output_dir)]
+    return shlex.join(["tidegate", verb, *words, *elsewhere])

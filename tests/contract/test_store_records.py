@@ -171,6 +171,12 @@ class TestSubmissions:
         for _ in range(2):
             await store.drain_node(node, None)
         assert await store.submissions() == Submissions({}, 3)
+        for _ in range(2):
+            await store.pause("an upgrade")
+        assert await store.submissions() == Submissions({}, 4, paused="an upgrade")
+        for _ in range(2):
+            await store.pause("")
+        assert await store.submissions() == Submissions({}, 5)
 
     async def test_a_cleared_job_has_its_record_alone_and_other_jobs_all_of_theirs(self, store: CellStore) -> None:
         other = JobId("other")

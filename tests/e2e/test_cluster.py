@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from cli.cluster_access import agent_pid
-from cli.cluster_queue import submissions
+from cli.cluster_queue import gpus, submissions
 from cli.command import execute
 from tests.e2e.jobs import REPOSITORY, small_job
 from tidegate.certs.authority import Authority
@@ -149,6 +149,15 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     waited = json.loads(cluster.run("wait", "-o", "json"))
     assert {row["job"]: row["state"] for row in waited} == dict.fromkeys(("one", "two", "late"), "finished")
     assert "all jobs of the cluster of " in cluster.run("wait")
+    assert "no job starts until tidegate pause --undo: new disks" in cluster.run("pause", "--reason", "new disks")
+    cluster.submit("paused")
+    assert "no job runs in the cluster of " in cluster.run("wait", "--running")
+    assert "after 0.2 s not ended: paused" in cluster.run("wait", "--timeout", "0.2", is_refused=True)
+    (paused,) = json.loads(cluster.run("get", "jobs", "paused", "-o", "json"))
+    assert (paused["state"], paused["message"]) == ("queued", "waits for 3 GPUs; the queue is paused: new disks")
+    assert "jobs start again" in cluster.run("pause", "--undo")
+    (ran,) = json.loads(cluster.run("wait", "paused", "-o", "json"))
+    assert (ran["state"], ran["starts"]) == ("finished", 1)
     assert "job never cancelled" in cluster.run("wait", "never", is_refused=True)
     told = cluster.told()
     gpus = {line["job"]: line["gpus"] for line in told if line["state"] == "placed"}
@@ -386,7 +395,7 @@ def test_a_job_of_a_drained_node_goes_on_elsewhere_with_the_same_bits(cluster: C
 @pytest.mark.long
 def test_a_restored_queue_goes_on_after_the_loss_of_all_that_the_cluster_had(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("up", "n0=3", "n1=3")
-    cluster.run("drain", "n1")
+    cluster.run("drain", "n1", "--keep-jobs")
     cluster.submit("goes-on", algorithm__iterations=20)
     cluster.submit("waits", "--priority", "1")
     cluster.until_trained("goes-on")
@@ -401,6 +410,8 @@ def test_a_restored_queue_goes_on_after_the_loss_of_all_that_the_cluster_had(clu
     assert "2 jobs of" in told
     assert "drained: n1" in told
     cluster.until("waits", state="running")
+    there = asyncio.run(gpus(cluster.output_dir))
+    assert there.nodes_keeping_jobs == there.drained_nodes == ["n1"]
     cluster.run("drain", "n1", "--undo")
     again = json.loads(cluster.run("restore", str(backup), "-o", "json"))
     assert (sorted(again["known"]), again["queued"], again["drained"]) == (["goes-on", "waits"], [], [])

@@ -308,14 +308,20 @@ class CellStore:
         return None if found is None else found.decode()
 
     async def submissions(self) -> Submissions:
-        reading = await self._read(tables=("submissions", "drained"), cells=(tables.ROUNDS,))
+        reading = await self._read(tables=("submissions", "drained"), cells=(tables.ROUNDS, tables.PAUSED))
         texts = {JobId(job): text for job, text in sorted(reading.tables["submissions"].items())}
-        drained = {NodeId(node): tables.read_drain(text) for node, text in reading.tables["drained"].items()}
-        return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS), drained)
+        drained = {NodeId(node): tables.read_drain(text, node) for node, text in reading.tables["drained"].items()}
+        paused = (reading.cells[tables.PAUSED] or b"").decode()
+        return Submissions(texts, tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS), drained, paused)
 
     async def drain_node(self, node: NodeId, drain: Drain | None) -> None:
-        cell = tables.drained_cell(node)
-        text = None if drain is None else drain.encode()
+        await self._write_for_rounds(tables.drained_cell(node), None if drain is None else drain.encode())
+
+    async def pause(self, reason: str) -> None:
+        await self._write_for_rounds(tables.PAUSED, reason.encode() or None)
+
+    async def _write_for_rounds(self, cell: Cell, text: bytes | None) -> None:
+        """Writes what rounds read, so that none counts that was decided before."""
 
         def decide(reading: Reading) -> tuple[Writes, None]:
             if reading.cells[cell] == text:

@@ -60,13 +60,21 @@ def state_cell(job: JobId) -> Cell:
 ROUNDS = Cell("cluster", "rounds")
 
 
+PAUSED = Cell("cluster", "paused")
+
+
 def drained_cell(node: NodeId) -> Cell:
     return Cell("drained", node)
 
 
-def read_drain(text: bytes) -> Drain:
-    """Earlier releases wrote 1."""
-    return Drain.STAY if text == Drain.STAY.encode() else Drain.LEAVE
+def read_drain(text: bytes, node: str) -> Drain:
+    """StoreDamaged."""
+    if text == b"1":  # of an earlier release
+        return Drain.LEAVE
+    try:
+        return Drain(text.decode())
+    except ValueError as error:
+        raise StoreDamaged(f"the store has {text!r} as the drain of node {node}: drain it anew") from error
 
 
 def configs_of(job: JobId) -> str:

@@ -2,7 +2,7 @@
 
     queue/records/JOB.json    a job's record
     queue/configs/JOB.json    the text of its config, until it has ended
-    queue/cluster.json        the drained nodes, and the term of the ownership map
+    queue/cluster.json        the drained nodes, a pause, and the term of the ownership map
 
 The store decides. These files follow it, each written whole, and only where something has changed. What the store has
 lost is written back to it from them (`services.scheduler.cluster.loop`). Of several writers one may fail, and is called
@@ -44,6 +44,7 @@ class Kept:
 
     jobs: Mapping[JobId, KeptJob] = field(default_factory=dict)
     drained: Mapping[NodeId, Drain] = field(default_factory=dict)
+    paused: str = ""
     term: int = 0
     faults: tuple[str, ...] = ()
 
@@ -74,15 +75,16 @@ class KeptQueue:
                     faults.append(f"{config} is damaged or missing: cancel job {each.job}, and submit it again")
             except (ValueError, IsADirectoryError) as error:
                 faults.append(f"{path} cannot be read ({error})")
-        drained, term = dict[NodeId, Drain](), 0
+        drained, paused, term = dict[NodeId, Drain](), "", 0
         if (path := self._path("cluster.json")).exists():
             try:
                 fields = typed(dict, parse_json(path.read_bytes()), "the queue's file of the cluster")
                 term = whole_number(fields["term"], "term")
+                paused = typed(str, fields.get("paused", ""), "paused")
                 drained = drained_of(fields)
             except (ValueError, KeyError) as error:
                 faults.append(f"{path} cannot be read ({error!r})")
-        return Kept(jobs, drained, term, tuple(faults))
+        return Kept(jobs, drained, paused, term, tuple(faults))
 
     def changed(self, texts: Mapping[JobId, bytes], records: Mapping[JobId, Submission]) -> list[Submission]:
         """The records, which the texts say, that differ from their files."""
@@ -99,6 +101,7 @@ class KeptQueue:
         configs: Mapping[JobId, str],
         *,
         drained: Mapping[NodeId, Drain],
+        paused: str = "",
         term: int,
     ) -> None:
         """Brings the files to what the store has: all records in `texts`. OSError: nothing is known of what was written
@@ -107,7 +110,7 @@ class KeptQueue:
             if not (folder := self._path(name)).is_dir():
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 sync_folder(folder.parent)
-        cluster = json.dumps({**drained_fields(drained), "term": term})
+        cluster = json.dumps({**drained_fields(drained), "paused": paused, "term": term})
         if cluster != self._cluster:
             write_private(self._path("cluster.json"), cluster, is_durable=True)
             self._cluster = cluster

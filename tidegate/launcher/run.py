@@ -272,7 +272,7 @@ class _Run:
                 end = await self._with_spawner()
             message = self._status().message
             if end is End.FAILED:
-                message = self._going_on(message)
+                message = f"{message}{_mark_after(message)}{self._resumed}"
         except asyncio.CancelledError:
             if not signals:
                 raise
@@ -292,8 +292,13 @@ class _Run:
             raise NotRecorded(self._going_on(f"job {self._config.job}: {why}; make room there")) from error
 
     def _going_on(self, why: str) -> str:
-        mark = "\n" if "\n" in why else "; "  # a traceback has lines of its own
-        return f"{why}{mark}go on with it: {self._request.resume_command}"
+        """After an interruption."""
+        how = "the cluster goes on with it" if self._request.is_of_cluster else self._resumed
+        return f"{why}{_mark_after(why)}{how}"
+
+    @property
+    def _resumed(self) -> str:
+        return f"go on with it: {self._request.resume_command}"
 
     def _status(self) -> control_pb2.GetJobResponse:
         return self._follower.status if self._follower else control_pb2.GetJobResponse(job=self._config.job)
@@ -448,6 +453,10 @@ class _Run:
                 )
             said = _last_words(services.log_of(ended.name)) if ended.exit_status > 0 else ""
             self._view.note(f"{ended.name} {_how(ended)}{said}; started again in {ended.restarts_in_s:g} s")
+
+
+def _mark_after(why: str) -> str:
+    return "\n" if "\n" in why else "; "  # a traceback has lines of its own
 
 
 def _steps_of(timeline: Path, *, wall_s: float) -> PacedSteps:

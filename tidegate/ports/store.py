@@ -236,11 +236,12 @@ class Boots(Protocol):
 @dataclass(frozen=True, slots=True)
 class Submissions:
     """The records of a cluster's jobs, each a text of its scheduler, the number of rounds that have placed jobs, and
-    the nodes that get none, with what their jobs do."""
+    the nodes that get none, with what their jobs do. `paused`: why no job starts; empty: jobs start."""
 
     texts: Mapping[JobId, bytes]
     rounds: int
     drained: Mapping[NodeId, Drain] = field(default_factory=dict)
+    paused: str = ""
 
 
 class JobRegistry(Protocol):
@@ -267,6 +268,10 @@ class JobRegistry(Protocol):
     async def drain_node(self, node: NodeId, drain: Drain | None) -> None:
         """The node gets no job from now on. None: it gets jobs again. A round that was decided before does not
         count."""
+        ...
+
+    async def pause(self, reason: str) -> None:
+        """No job starts from now on. Empty: they start again. A round that was decided before does not count."""
         ...
 
     async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:

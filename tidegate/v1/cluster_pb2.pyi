@@ -188,6 +188,9 @@ class ListClusterGpusResponse(_message.Message):
     AWAY_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     NODES_KEEPING_JOBS_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    paused: _builtins.str
+    """Why no job starts. Empty: jobs start."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.GpuStatus]: ...
     @_builtins.property
@@ -208,10 +211,11 @@ class ListClusterGpusResponse(_message.Message):
         away: _abc.Iterable[Global___NodeAway] | None = ...,
         places: Global___Places | None = ...,
         nodes_keeping_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        paused: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus", "nodes_keeping_jobs", b"nodes_keeping_jobs", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "drained_nodes", b"drained_nodes", "gpus", b"gpus", "nodes_keeping_jobs", b"nodes_keeping_jobs", "paused", b"paused", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,20 +375,70 @@ class DrainNodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAINED_NODES_FIELD_NUMBER: _builtins.int
+    NODES_KEEPING_JOBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drained_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def nodes_keeping_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that keep their jobs until these end."""
+
     def __init__(
         self,
         *,
         drained_nodes: _abc.Iterable[_builtins.str] | None = ...,
+        nodes_keeping_jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained_nodes", b"drained_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained_nodes", b"drained_nodes", "nodes_keeping_jobs", b"nodes_keeping_jobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class PauseQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """For people who see that jobs wait."""
+    undo: _builtins.bool
+    """Jobs start again."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseQueueRequest: _TypeAlias = PauseQueueRequest  # noqa: Y015
+
+@_typing.final
+class PauseQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSED_FIELD_NUMBER: _builtins.int
+    paused: _builtins.str
+    """As in ListClusterGpusResponse."""
+    def __init__(
+        self,
+        *,
+        paused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paused", b"paused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseQueueResponse: _TypeAlias = PauseQueueResponse  # noqa: Y015
 
 @_typing.final
 class CancelSubmissionRequest(_message.Message):

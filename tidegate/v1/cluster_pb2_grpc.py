@@ -59,6 +59,11 @@ class ClusterStub:
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.PauseQueue = channel.unary_unary(
+                '/tidegate.v1.Cluster/PauseQueue',
+                request_serializer=tidegate_dot_v1_dot_cluster__pb2.PauseQueueRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_cluster__pb2.PauseQueueResponse.FromString,
+                _registered_method=True)
         self.CancelSubmission = channel.unary_unary(
                 '/tidegate.v1.Cluster/CancelSubmission',
                 request_serializer=tidegate_dot_v1_dot_cluster__pb2.CancelSubmissionRequest.SerializeToString,
@@ -107,7 +112,14 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints.
+        """The node gets no jobs from now on. Those on it go on elsewhere, from their checkpoints, or stay until they end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseQueue(self, request, context):
+        """No job starts from now on. Those that run go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +174,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.FromString,
                     response_serializer=tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'PauseQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseQueue,
+                    request_deserializer=tidegate_dot_v1_dot_cluster__pb2.PauseQueueRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_cluster__pb2.PauseQueueResponse.SerializeToString,
             ),
             'CancelSubmission': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelSubmission,
@@ -314,6 +331,33 @@ class Cluster:
             '/tidegate.v1.Cluster/DrainNode',
             tidegate_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
             tidegate_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.Cluster/PauseQueue',
+            tidegate_dot_v1_dot_cluster__pb2.PauseQueueRequest.SerializeToString,
+            tidegate_dot_v1_dot_cluster__pb2.PauseQueueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,9 @@ class ClusterStub:
     GetNodeMachine: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]
     """The machine of a node, as it is now."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]
-    """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
+    """The node gets no jobs from now on. Those on it go on elsewhere, from their checkpoints, or stay until they end."""
+    PauseQueue: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PauseQueueRequest, _cluster_pb2.PauseQueueResponse]
+    """No job starts from now on. Those that run go on."""
     CancelSubmission: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
     BackUpJobs: _grpc.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]
@@ -60,7 +62,9 @@ class ClusterAsyncStub(ClusterStub):
     GetNodeMachine: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetNodeMachineRequest, _cluster_pb2.GetNodeMachineResponse]  # type: ignore[assignment]
     """The machine of a node, as it is now."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainNodeRequest, _cluster_pb2.DrainNodeResponse]  # type: ignore[assignment]
-    """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
+    """The node gets no jobs from now on. Those on it go on elsewhere, from their checkpoints, or stay until they end."""
+    PauseQueue: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PauseQueueRequest, _cluster_pb2.PauseQueueResponse]  # type: ignore[assignment]
+    """No job starts from now on. Those that run go on."""
     CancelSubmission: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CancelSubmissionRequest, _cluster_pb2.CancelSubmissionResponse]  # type: ignore[assignment]
     """Takes a job out of the queue, or ends it where it runs. Its checkpoints stay."""
     BackUpJobs: _aio.UnaryStreamMultiCallable[_cluster_pb2.BackUpJobsRequest, _cluster_pb2.BackUpJobsResponse]  # type: ignore[assignment]
@@ -108,7 +112,15 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_pb2.DrainNodeResponse]]:
-        """The node gets no jobs from now on, and those on it go on elsewhere, from their checkpoints."""
+        """The node gets no jobs from now on. Those on it go on elsewhere, from their checkpoints, or stay until they end."""
+
+    @_abc_1.abstractmethod
+    def PauseQueue(
+        self,
+        request: _cluster_pb2.PauseQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.PauseQueueResponse, _abc.Awaitable[_cluster_pb2.PauseQueueResponse]]:
+        """No job starts from now on. Those that run go on."""
 
     @_abc_1.abstractmethod
     def CancelSubmission(

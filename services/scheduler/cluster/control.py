@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from services.scheduler.cluster.loop import ClusterLoop
-from services.scheduler.cluster.queue import by_turn, in_turn
+from services.scheduler.cluster.queue import by_turn, in_turn, why_never
 from services.scheduler.shell.control import gpu_statuses
 from tidegate.cluster.backup import BackedUpJob
+from tidegate.cluster.drained import keeping
 from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.placement import misfit, needs_of
 from tidegate.cluster.submission_codec import encode_submission
@@ -76,16 +78,30 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def ListSubmissions(
         self, request: cluster_pb2.ListSubmissionsRequest, context: Any
     ) -> cluster_pb2.ListSubmissionsResponse:
-        found = await self._loop.submissions()
+        found, stored = await self._loop.submissions(), await self._loop.stored()
+        nodes, away = self._cluster.slots.nodes, {NodeId(each.node) for each in self._loop.away}
+        drained = stored.drained.keys() & nodes
+
+        @cache
+        def never(needs: tuple[int, ...], node_bytes: int) -> str:
+            return why_never(needs, nodes, self._loop.memory, node_bytes=node_bytes, drained=drained, away=away)
+
+        def why(each: Submission) -> str:
+            paused = f"the queue is paused: {stored.paused}" if stored.paused else ""
+            return "; ".join(filter(None, (paused, never(each.needs, each.node_bytes))))
+
         ahead = {each.job: number for number, each in enumerate(in_turn(found.values()))}
         return cluster_pb2.ListSubmissionsResponse(
-            submissions=[_encoded(each, num_ahead=ahead.get(each.job)) for each in found.values()]
+            submissions=[
+                _encoded(each, num_ahead=ahead[each.job], why=why(each)) if each.job in ahead else _encoded(each)
+                for each in found.values()
+            ]
         )
 
     async def ListClusterGpus(
         self, request: cluster_pb2.ListClusterGpusRequest, context: Any
     ) -> cluster_pb2.ListClusterGpusResponse:
-        drained = await self._loop.drained()
+        stored = await self._loop.stored()
         # The map remembers GPUs of nodes that the cluster had earlier.
         there = {
             gpu: each for gpu, each in (await self._loop.gpus()).items() if node_of(gpu) in self._cluster.slots.nodes
@@ -93,8 +109,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         gpus = gpu_statuses(there)
         return cluster_pb2.ListClusterGpusResponse(
             gpus=gpus,
-            drained_nodes=sorted(drained),
-            nodes_keeping_jobs=sorted(node for node, drain in drained.items() if drain is Drain.STAY),
+            drained_nodes=sorted(stored.drained),
+            nodes_keeping_jobs=keeping(stored.drained),
+            paused=stored.paused,
             away=self._loop.away,
             places=self._loop.places,
         )
@@ -106,8 +123,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, context: Any) -> cluster_pb2.DrainNodeResponse:
         drain = None if request.undo else Drain.STAY if request.keeps_jobs else Drain.LEAVE
-        drained = await self._loop.drain(self._known(request.node), drain)
-        return cluster_pb2.DrainNodeResponse(drained_nodes=sorted(drained))
+        drained = (await self._loop.drain(self._known(request.node), drain)).drained
+        return cluster_pb2.DrainNodeResponse(drained_nodes=sorted(drained), nodes_keeping_jobs=keeping(drained))
+
+    async def PauseQueue(self, request: cluster_pb2.PauseQueueRequest, context: Any) -> cluster_pb2.PauseQueueResponse:
+        reason = " ".join(request.reason.split())
+        if not (reason or request.undo):
+            raise ValueError("a pause needs a reason, which people read")
+        return cluster_pb2.PauseQueueResponse(paused=(await self._loop.pause("" if request.undo else reason)).paused)
 
     async def CancelSubmission(
         self, request: cluster_pb2.CancelSubmissionRequest, context: Any
@@ -159,11 +182,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.RestoreJobResponse(submission=_encoded(found), was_known=known is not None)
 
 
-def _encoded(each: Submission, *, num_ahead: int | None = None) -> cluster_pb2.Submission:
-    """`num_ahead`: the jobs before it in the queue."""
-    waits = ""
+def _encoded(each: Submission, *, num_ahead: int | None = None, why: str = "") -> cluster_pb2.Submission:
+    """`num_ahead`: the jobs before it in the queue. `why`: it is not placed, besides these."""
     if num_ahead is not None:
         behind = f", behind {counted(num_ahead, 'job')}" if num_ahead else ""
         memory = host_memory_text(each.node_bytes, before=" and ")
         waits = f"waits for {counted(each.num_gpus, 'GPU')}{memory}{behind}"
-    return encode_submission(each, message="; ".join(filter(None, (waits, each.message))))
+        return encode_submission(each, message="; ".join(filter(None, (waits, why, each.message))))
+    return encode_submission(each, message=each.message)

@@ -55,7 +55,7 @@ from tidegate.ownership.records import (
 )
 from tidegate.ports.bus import BusUnavailable, JobStreams, TermRegister
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.ports.store import Store
+from tidegate.ports.store import Store, Submissions
 from tidegate.types import Drain, GpuId, JobId, NodeId, node_of
 from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -155,6 +155,8 @@ class ClusterLoop:
         if lost or not stored.rounds:
             for node in kept.drained.keys() - stored.drained.keys():
                 await self.store.drain_node(node, kept.drained[node])
+            if kept.paused and not stored.paused:
+                await self.store.pause(kept.paused)
         # Last, so that what failed is seen as lost again.
         if lost:
             texts = {job: each.record for job, each in lost.items()}
@@ -192,6 +194,7 @@ class ClusterLoop:
                     changed,
                     configs,
                     drained=stored.drained,
+                    paused=stored.paused,
                     term=identity.term,
                 )
             except OSError as error:
@@ -204,18 +207,24 @@ class ClusterLoop:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
         return _parsed((await self._once_open(self.store.submissions)).texts)
 
-    async def drained(self) -> Mapping[NodeId, Drain]:
-        """The nodes that get no jobs. As `change` for a store that does not answer."""
-        return (await self._once_open(self.store.submissions)).drained
+    async def stored(self) -> Submissions:
+        """Also the nodes that get no jobs, and why none starts. As `change` for a store that does not answer."""
+        return await self._once_open(self.store.submissions)
 
-    async def drain(self, node: NodeId, drain: Drain | None) -> Mapping[NodeId, Drain]:
-        """All drained nodes after that, and wakes the loop. None gives the node back. As `change` for a store that does
-        not answer."""
+    async def drain(self, node: NodeId, drain: Drain | None) -> Submissions:
+        """What is stored after that. None gives the node back. As `change` for a store that does not answer."""
+        return await self._changed(lambda: self.store.drain_node(node, drain))
+
+    async def pause(self, reason: str) -> Submissions:
+        """What is stored after that. Empty: jobs start again. As `change` for a store that does not answer."""
+        return await self._changed(lambda: self.store.pause(reason))
+
+    async def _changed(self, write: Callable[[], Awaitable[None]]) -> Submissions:
         deadline_s = time.monotonic() + ANSWER_S
-        await self._once_open(lambda: self.store.drain_node(node, drain), deadline_s)
+        await self._once_open(write, deadline_s)
         self._wake.set()
         await self._once_open(self.keep, deadline_s)
-        return (await self._once_open(self.store.submissions, deadline_s)).drained
+        return await self._once_open(self.store.submissions, deadline_s)
 
     async def machine_of(self, node: NodeId) -> cluster_pb2.GetNodeMachineResponse:
         """What its machine has. PeerUnavailable, PeerRefused: it does not answer."""
@@ -304,7 +313,8 @@ class ClusterLoop:
         free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
         lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S}
         now = await self.store.now_unix_ms()
-        cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory, now)
+        is_paused = bool(stored.paused)
+        cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory, now, is_paused)
         step = next_step(before.values(), cluster)
         if step.changed:
             await self.store.write_submissions(
@@ -354,7 +364,7 @@ class ClusterLoop:
             except PeerRefused as refused:
                 self._log.warning("job is not started yet", job=each.job, error=refused.reason)
         for each in step.cancels:
-            reason = each.with_reason("cancelled by hand")
+            reason = each.with_reason("by hand")
             await self._agent.StopJob(cluster_pb2.StopJobRequest(job=each.job, cancels=True, reason=reason))
         for job in step.stops:
             await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job))

@@ -1,7 +1,8 @@
 """What happens next to the jobs of a cluster: who is placed where, who is stopped, who has ended. Pure.
 
 The queue goes by priority, then by age. Its head waits for its GPUs, and nobody passes it: a large job would wait for
-ever behind small ones.
+ever behind small ones. A cluster may come back with other nodes. A job that has no room in all of it waits for a larger
+one, and others pass it.
 
 A job whose start was interrupted, and that nobody cancelled, goes back to its place in the queue and then goes on from
 its checkpoint: at once after the first interruption, later each time after further ones. After `MAX_INTERRUPTIONS` in a
@@ -12,9 +13,8 @@ On each of its nodes a job needs host memory too. The ledger of a machine is wha
 for room there as for GPUs.
 
 A node may be drained: it gets no job. What runs on it is interrupted, which does not count, and goes on where there is
-room; or it stays until it ends. A node whose machine is away for long is as one that all leave.
-
-A cluster may come back with other nodes. A job that has no room there any more ends.
+room; or it stays until it ends. A node whose machine is away for long gets no job either, and all leave it. While the
+queue is paused no job starts.
 
 Read the records first, and then what the agents tell: a record that says `running` was written after its agent had
 told so.
@@ -22,11 +22,13 @@ told so.
 Invariants:
 - No GPU has two jobs. [test_queue: no_gpu_has_two_jobs]
 - Jobs of a machine need no more host memory than it has. [test_queue: no_gpu_has_two_jobs]
-- Nobody passes the head of the queue. [test_queue: nobody_passes_the_head]
+- Nobody passes a job for which the cluster has room. [test_queue: nobody_passes_the_head]
+  [test_queue: waits_for_a_larger_one]
 - A job that is interrupted at once is started later each time. [test_queue: started_later_each_time]
 - A job keeps its GPUs until no process of it lives. [test_queue: keeps_its_gpus_until]
-- A drained node gets no job, and none stays on it but where that is asked for. [test_queue: drained_node_gets_no_job]
+- A drained node gets no job. Those on it leave, or stay where that is asked for. [test_queue: drained_node_gets_no_job]
   [test_queue: stays_until_it_ends]
+- While the queue is paused no job starts, and those that run go on. [test_queue: paused]
 - Nor does one whose machine is away for long. [test_queue: job_whose_machine_is_away_for_long_goes_on]
 - A start that has not begun is repeated as it was asked for. [test_queue: has_not_begun]
 - An ended job stays as it is, and what still runs of it is stopped. [test_queue: an_ended_job_stays]
@@ -36,7 +38,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidegate.cluster.placement import HostMemory, Room, memory_told, placed_gpus
@@ -76,6 +78,7 @@ class Cluster:
     - `drained`: nodes that get no jobs, with what theirs do.
     - `lost`: those whose machines are away for long.
     - `now_unix_ms`: by the store's clock.
+    - `is_paused`: no job starts.
     """
 
     nodes: Mapping[NodeId, int]
@@ -85,6 +88,7 @@ class Cluster:
     lost: Collection[NodeId] = ()
     memory: tuple[HostMemory, ...] = ()
     now_unix_ms: int = 0
+    is_paused: bool = False
 
     def leaves_for(self, submission: Submission) -> str:
         """Why the job cannot stay on its GPUs. Empty: it can."""
@@ -153,7 +157,7 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
         case SubmissionState.RUNNING if ran is None:
             # Whether it has begun, the next agent finds out.
             first = each.treatment if each.treatment is Treatment.FORCE else Treatment.RESUME
-            return _again(each, "its machine's agent ended", cluster, interruptions=each.interruptions, treatment=first)
+            return _again(each, "the cluster had ended", cluster, interruptions=each.interruptions, treatment=first)
     assert ran is not None, "the cases above have those without one"
     leaves = each.leaves or cluster.leaves_for(each)
     if ran.end is None:
@@ -207,12 +211,9 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     for each in in_turn(every.values()):
         gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
         if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
-            memory = memory_told(cluster.memory) if each.node_bytes else ""
-            there = "; ".join(filter(None, (_slots_told(cluster), memory)))
-            every[each.job] = _ended(each, End.FAILED, f"it needs {_told(each)}; {there}")
             continue
         # Another machine's clock, or one that was set, may say anything.
-        if gpus is None or 0 < each.resumes_unix_ms - cluster.now_unix_ms <= LONGEST_WAIT_MS:
+        if gpus is None or cluster.is_paused or 0 < each.resumes_unix_ms - cluster.now_unix_ms <= LONGEST_WAIT_MS:
             break
         room = room.without((gpus, each.node_bytes))
         every[each.job] = replace(
@@ -225,13 +226,30 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     return list(every.values())
 
 
-def _told(each: Submission) -> str:
-    gpus = " and ".join(counted(count, "GPU") for count in each.needs)
-    return f"{gpus} on a node{host_memory_text(each.node_bytes, before=', each with ')}"
-
-
-def _slots_told(cluster: Cluster) -> str:
-    return ", ".join(f"{node} has {count}" for node, count in cluster.nodes.items())
+def why_never(
+    needs: Sequence[int],
+    nodes: Mapping[NodeId, int],
+    memory: tuple[HostMemory, ...] = (),
+    *,
+    node_bytes: int = 0,
+    drained: Collection[NodeId] = (),
+    away: Collection[NodeId] = (),
+) -> str:
+    """For people: why a job with these needs cannot be placed, whatever else the cluster has to do. Empty: it can."""
+    left = {node: count for node, count in nodes.items() if node not in drained and node not in away}
+    if placed_gpus(needs, Room.whole(left, memory), node_bytes=node_bytes) is not None:
+        return ""
+    if placed_gpus(needs, Room.whole(nodes, memory), node_bytes=node_bytes) is not None:
+        told = []
+        for what, names in (("drained (tidegate drain NODE --undo)", drained), ("away", away)):
+            if names:
+                told.append(f"{', '.join(sorted(names))} {'is' if len(names) == 1 else 'are'} {what}")
+        return "; ".join(told)
+    slots = ", ".join(f"{node} has {count}" for node, count in nodes.items())
+    there = "; ".join(filter(None, (slots, memory_told(memory) if node_bytes else "")))
+    gpus = " and ".join(counted(count, "GPU") for count in needs)
+    asked = f"{gpus} on a node{host_memory_text(node_bytes, before=', each with ')}"
+    return f"this cluster has no room for it: it needs {asked}; {there}"
 
 
 def in_turn(submissions: Iterable[Submission]) -> list[Submission]:

@@ -324,6 +324,23 @@ async def test_a_node_that_is_drained_gets_no_job_until_that_is_undone(lab: Lab)
     assert lab.machine.stopped == [(ONE, False)]
 
 
+async def test_a_paused_queue_says_why_jobs_wait_until_that_is_undone(lab: Lab) -> None:
+    loop, store = await lab.replica()
+    servicer = ClusterServicer(loop, store, CLUSTER)
+    with pytest.raises(ValueError, match="a pause needs a reason"):
+        await servicer.PauseQueue(cluster_pb2.PauseQueueRequest(reason=" "), None)
+    await servicer.PauseQueue(cluster_pb2.PauseQueueRequest(reason="new disks"), None)
+    await queued(loop, submitted(ONE, 4))
+    await loop.round()
+    assert not lab.machine.starts
+    assert (await servicer.ListClusterGpus(cluster_pb2.ListClusterGpusRequest(), None)).paused == "new disks"
+    (waits,) = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
+    assert waits.message == "waits for 4 GPUs; the queue is paused: new disks"
+    assert not (await servicer.PauseQueue(cluster_pb2.PauseQueueRequest(undo=True), None)).paused
+    await loop.round()
+    assert [*lab.machine.starts] == [ONE]
+
+
 async def test_a_job_is_not_submitted_a_second_time_before_it_has_ended(lab: Lab) -> None:
     loop, store = await lab.replica()
     servicer = ClusterServicer(loop, store, CLUSTER)
@@ -388,13 +405,15 @@ async def test_the_kept_queue_goes_on_as_it_was_in_a_new_store(lab: Lab) -> None
     assert (await loop.submissions())[JobId("over")].state is SubmissionState.ENDED
     await servicer.CancelSubmission(cluster_pb2.CancelSubmissionRequest(job="cancelled"), None)
     await loop.drain(NodeId("n1"), Drain.STAY)
+    await loop.pause("new disks")
     before, term = (await store.submissions()).texts, (await store.identity()).term
     lab.machine.starts.clear()
 
     new = replace(lab, server=MemoryServer(), terms=MemoryTermRegister())
     loop, store = await new.replica()
     after = await store.submissions()
-    assert (after.texts, after.drained) == (before, {NodeId("n1"): Drain.STAY})
+    assert (after.texts, after.drained, after.paused) == (before, {NodeId("n1"): Drain.STAY}, "new disks")
+    await loop.pause("")
     assert (await store.identity()).term > term
     await loop.round()
     found = await loop.submissions()
@@ -454,7 +473,7 @@ async def test_a_store_that_fails_while_it_is_opened_is_opened_again(lab: Lab, m
     running = asyncio.create_task(loop.run(stopping))
     await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
     assert {*(await loop.submissions())} == {ONE}
-    assert await loop.drained() == {NodeId("n1"): Drain.STAY}
+    assert (await loop.stored()).drained == {NodeId("n1"): Drain.STAY}
     assert not answers
     stopping.set()
     await asyncio.wait_for(running, 5)

@@ -81,7 +81,10 @@ def test_the_drain_of_a_node_changes_nothing_where_a_flag_is_not_its_own(
     assert f"drain n0 takes no {flag}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "told"), [("--undo", "not both"), ("n0/3", "drain n0 with targets takes no")])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("--undo", "--keep-jobs: not allowed with argument --undo"), ("n0/3", "drain n0 with targets takes no")],
+)
 def test_a_drain_that_keeps_jobs_is_of_a_node_and_is_none_that_is_undone(
     words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,12 +18,14 @@ ONE, TWO = JobId("one"), JobId("two")
 NONE: Mapping[NodeId, Drain] = {}
 
 
-def write(queue: KeptQueue, *records: Submission, drained: Mapping[NodeId, Drain] = NONE, term: int = 1) -> list[JobId]:
+def write(
+    queue: KeptQueue, *records: Submission, drained: Mapping[NodeId, Drain] = NONE, paused: str = "", term: int = 1
+) -> list[JobId]:
     """As the loop does. The jobs that were written."""
     texts = {each.job: each.to_json() for each in records}
     changed = queue.changed(texts, {each.job: each for each in records})
     configs = {each.job: CONFIG for each in changed if queue.lacks_config(each)}
-    queue.write(texts, changed, configs, drained=drained, term=term)
+    queue.write(texts, changed, configs, drained=drained, paused=paused, term=term)
     return [each.job for each in changed]
 
 
@@ -38,10 +40,10 @@ def ended(name: str) -> Submission:
 def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
     queue = KeptQueue(tmp_path / "queue")
     assert queue.read().jobs == {}
-    write(queue, job("one"), ended("two"), drained={NodeId("n1"): Drain.STAY}, term=7)
+    write(queue, job("one"), ended("two"), drained={NodeId("n1"): Drain.STAY}, paused="new disks", term=7)
     found = KeptQueue(tmp_path / "queue").read()
     assert found.jobs == {ONE: KeptJob(job("one").to_json(), CONFIG), TWO: KeptJob(ended("two").to_json(), "")}
-    assert (found.drained, found.term, found.faults) == ({NodeId("n1"): Drain.STAY}, 7, ())
+    assert (found.drained, found.paused, found.term, found.faults) == ({NodeId("n1"): Drain.STAY}, "new disks", 7, ())
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "queue").glob("*/*.json")} == {0o600}
 
 

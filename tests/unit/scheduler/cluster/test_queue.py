@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step
+from services.scheduler.cluster.queue import KEPT, MAX_INTERRUPTIONS, Cluster, Ran, in_turn, next_step, why_never
 from tests.unit.cluster_jobs import NODES, submitted
 from tidegate.cluster.placement import HostMemory, cluster_gpus
 from tidegate.cluster.submissions import Submission, SubmissionState, Treatment
@@ -136,10 +136,22 @@ def test_a_clock_that_was_set_holds_nobody_up() -> None:
         assert after([waits], Cluster(NODES, ALL, {}, now_unix_ms=now_ms))["a"].state is PLACED
 
 
-def test_a_job_that_has_no_room_in_a_cluster_that_came_back_ends_and_holds_nobody_up() -> None:
-    found = after([submitted("large", 9, priority=1), submitted("small", 3)], cluster())
-    assert (found["large"].end, found["large"].message) == ("failed", "it needs 9 GPUs on a node; n0 has 8")
-    assert found["small"].state is PLACED
+def test_a_job_that_has_no_room_in_a_cluster_that_came_back_waits_for_a_larger_one_and_holds_nobody_up() -> None:
+    large = submitted("large", 9, priority=1)
+    found = after([large, submitted("small", 3)], cluster())
+    assert (found["large"], found["small"].state) == (large, PLACED)
+    told = "this cluster has no room for it: it needs 9 GPUs on a node; n0 has 8"
+    assert why_never(large.needs, NODES) == told
+    larger = {NodeId("n0"): 9}
+    assert after([large], Cluster(larger, cluster_gpus(larger), {}))["large"].state is PLACED
+
+
+def test_a_job_that_only_nodes_that_are_out_have_room_for_is_told_so() -> None:
+    nodes = {NodeId("n0"): 4, NodeId("n1"): 4, NodeId("n2"): 2}
+    n0, n1 = {NodeId("n0")}, {NodeId("n1")}
+    assert why_never((3,), nodes, drained=n0, away=n1) == "n0 is drained (tidegate drain NODE --undo); n1 is away"
+    assert why_never((3,), nodes, drained=n0 | n1) == "n0, n1 are drained (tidegate drain NODE --undo)"
+    assert not why_never((2,), nodes, drained=n0, away=n1)
 
 
 def test_a_job_whose_machine_is_away_for_long_goes_on_elsewhere_and_that_counts_as_no_interruption() -> None:
@@ -218,6 +230,18 @@ def test_a_job_of_a_node_that_keeps_its_jobs_stays_until_it_ends() -> None:
     assert (fell.state, fell.interruptions) == (QUEUED, 1)
     assert after([stays, waits], there(End.FINISHED))["a"].state == ENDED
     assert after([fell, waits], there(End.INTERRUPTED)) == {"a": fell, "b": waits}, "nothing starts there"
+
+
+def test_while_the_queue_is_paused_no_job_starts_and_what_runs_goes_on() -> None:
+    nodes = {NodeId("n0"): 8}
+    free, ran = cluster_gpus(nodes), {JobId("a"): Ran(1)}
+    runs, waits = running("a"), submitted("b", 1)
+    paused = Cluster(nodes, free, ran, is_paused=True)
+    step = next_step([runs, waits], paused)
+    assert (step.changed, step.stops, step.starts) == ((), (), ())
+    placed = after([runs, waits], replace(paused, is_paused=False))["b"]
+    assert placed.state is PLACED
+    assert next_step([runs, placed], paused).starts == (placed,), "it was placed before"
 
 
 def test_an_ended_job_stays_and_what_still_runs_of_it_is_stopped() -> None:
@@ -310,10 +334,11 @@ def test_a_job_waits_for_host_memory_as_for_gpus() -> None:
     assert (over["a"].state, over["b"].state) == (ENDED, PLACED)
 
 
-def test_a_job_that_needs_more_host_memory_than_there_is_any_more_ends_with_the_numbers() -> None:
+def test_a_job_that_needs_more_host_memory_than_there_is_any_more_waits_and_the_numbers_are_told() -> None:
     there = replace(cluster(), memory=(HostMemory(tuple(NODES), 2 << 30),))
-    found = after([replace(submitted("a"), node_bytes=3 << 30)], there)["a"]
-    assert (found.end, found.message) == (
-        "failed",
-        "it needs 4 GPUs on a node, each with 3.0 GiB of host memory; n0 has 8; n0 has 2.0 GiB",
+    waits = replace(submitted("a"), node_bytes=3 << 30)
+    assert after([waits], there)["a"] == waits
+    assert why_never(waits.needs, NODES, there.memory, node_bytes=waits.node_bytes) == (
+        "this cluster has no room for it: it needs 4 GPUs on a node, each with 3.0 GiB of host memory; n0 has 8; "
+        "n0 has 2.0 GiB"
     )
