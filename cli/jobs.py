@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class JobDescription:
 
     status: control_pb2.GetJobResponse
     outcome: Outcome | None
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    seconds: Mapping[int, float]
     queued: cluster_pb2.Submission | None = None
 
     @property

@@ -99,7 +99,9 @@ def tell_end(job: str, outcome: Outcome) -> None:
 
 def print_tables(outcome: Outcome, folder: JobFolder) -> None:
     moves = moves_of(folder)
-    rows = [moves.with_moves(row) for row in jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome))]
+    rows = [
+        moves.with_moves(row) for row in jobs.iteration_rows(jobs.JobDescription(outcome.job, outcome, outcome.seconds))
+    ]
     if rows:
         rest = f"{folder.command('describe')} lists them"
         print(cut_table(rows, jobs.ITERATION_COLUMNS, rest=rest))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.run_commands import print_tables
+from tidegate.job import JobFolder
 from tidegate.launcher.outcome import End, Outcome, at_rest
 from tidegate.pace.steps import PacedSteps
 from tidegate.v1 import control_pb2, types_pb2
@@ -100,3 +102,11 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="is not the record of a run"):
         Outcome.read(path)
+
+
+def test_the_tables_of_a_run_have_the_seconds_of_its_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_tables(outcome(row(0, 0.25)), JobFolder(tmp_path / "small"))
+    header, values = capsys.readouterr().out.splitlines()[:2]
+    assert values[: header.index("SECONDS") + len("SECONDS")].endswith(" 0.5")
