@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "a run that began again": (
         "journal.jsonl",
         update(1, 0, 0) + update(2, 0, 0),
-        "has 2 incarnations, so iterations were done again: run the job anew, with --force",
+        "has 2 incarnations, as it was interrupted or trained on later, and times of the last one alone",
     ),
     "a run without pictures": (
         "events.jsonl",
