@@ -192,8 +192,8 @@ def _check(
         raise NotRecorded(f"{folder}/journal.jsonl has no optimizer step: run the job anew, with --force")
     if len(incarnations) != 1:
         raise NotRecorded(
-            f"{folder} has {len(incarnations)} incarnations, as it was interrupted or trained on later, and times of the "
-            "last one alone: calibrate from a job that ran through, such as the same one under another name"
+            f"{folder} has {len(incarnations)} incarnations, as it was interrupted or trained on later, and times of "
+            "the last one alone: calibrate from a job that ran through, such as the same one under another name"
         )
     trained = {int(update["update"].split(".")[1]) for update in updates}
     if without := sorted(set(range(algorithm.iterations)) - trained):
