@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from cli.cluster_access import ClusterDown, KeptElsewhere, NoCluster, cluster_of
@@ -77,9 +77,10 @@ async def until_ended(
     *,
     is_for_running: bool = False,
     seen: dict[str, cluster_pb2.Submission] | None = None,
+    changed: Callable[[cluster_pb2.Submission], None] = lambda _: None,
 ) -> list[cluster_pb2.Submission]:
-    """These jobs, or all that have not ended or that run, once none is left. Each change is told on stderr, and is in
-    `seen` at once. NoCluster: the cluster ended, or has forgotten a job."""
+    """These jobs, or all that have not ended or that run, once none is left. Each change is told on stderr and is in
+    `seen`; then `changed` is called. NoCluster: the cluster ended, or has forgotten a job."""
     seen = {} if seen is None else seen
     patience_s = NEXT_KEEPER_S if folder.is_of_several else ANSWER_S
     while True:
@@ -89,9 +90,11 @@ async def until_ended(
         for each in there:
             is_awaited = _is_awaited(each, is_for_running=is_for_running)
             if each.job in jobs or (not jobs and (each.job in seen or is_awaited)):
-                if (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else ""):
-                    print(f"tidegate: job {each.job} {told}", file=sys.stderr)
+                is_new = (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else "")
                 seen[each.job] = each
+                if is_new:
+                    print(f"tidegate: job {each.job} {told}", file=sys.stderr)
+                    changed(each)
         if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)

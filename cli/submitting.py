@@ -6,23 +6,32 @@ import argparse
 import asyncio
 import shlex
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from cli.cluster_access import cluster_of, refuse_down
 from cli.cluster_queue import row_of, until_ended
+from cli.job_streams import events
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
+from cli.views import iteration_text
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.shipping import shipped
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError
 from tidegate.config.reading.origins import with_origins
-from tidegate.job import Job, command_in
+from tidegate.job import Job, JobFolder, command_in
 from tidegate.launcher.claim import Start
+from tidegate.launcher.control import NotRunning
 from tidegate.launcher.host_memory import node_bytes
 from tidegate.launcher.run import RunRequest, check_job
-from tidegate.v1 import cluster_pb2
+from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.v1 import cluster_pb2, types_pb2
+
+LAST_S = 5.0
+"""The events of a job that has ended are in its folder, or soon will be."""
 
 
 def submit(args: argparse.Namespace, form: Form) -> int:
@@ -87,9 +96,44 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
     if not follow:
         return 0
     try:
-        (ended,) = await until_ended(folder, {found.job})
+        job = JobFolder(folder.root.parent / found.job)
+        async with _iterations_told(job, since_unix_ns=found.submitted_unix_ms * 10**6) as changed:
+            (ended,) = await until_ended(folder, {found.job}, changed=changed)
     except asyncio.CancelledError:
         again = command_in(folder.root.parent, "wait", found.job)
         print(f"tidegate: job {found.job} goes on; {again} waits for it again", file=sys.stderr)
         raise
     return int(ended.end != "finished")
+
+
+@asynccontextmanager
+async def _iterations_told(
+    folder: JobFolder, *, since_unix_ns: int
+) -> AsyncIterator[Callable[[cluster_pb2.Submission], None]]:
+    """What is to be called at each change of the job's record: from its start on its iterations are told on stderr.
+    Older ones are of an earlier run."""
+    telling: list[asyncio.Task[None]] = []
+    told_unix_ns = since_unix_ns
+
+    async def tell() -> None:
+        nonlocal told_unix_ns
+        with suppress(NotRunning, PeerUnavailable, PeerRefused):
+            async for row in events(folder, follow=True):
+                event = row.event
+                is_report = event.WhichOneof("body") == "iteration_reported" and event.role == types_pb2.ROLE_ACTOR
+                if is_report and event.occurred_unix_ns > told_unix_ns:
+                    told_unix_ns = event.occurred_unix_ns
+                    print(f"tidegate: job {folder.root.name} {iteration_text(event)}", file=sys.stderr)
+
+    def changed(each: cluster_pb2.Submission) -> None:
+        if each.state == "running" and all(task.done() for task in telling):
+            telling.append(asyncio.create_task(tell(), name="tell iterations"))
+
+    try:
+        yield changed
+        if telling:
+            await asyncio.wait(telling, timeout=LAST_S)
+    finally:
+        for task in telling:
+            task.cancel()
+        await asyncio.gather(*telling, return_exceptions=True)

@@ -174,13 +174,7 @@ class TerminalView(AbstractContextManager["TerminalView"]):
             case "progress":
                 self._show_progress(event)
             case "iteration_reported" if event.role == types_pb2.ROLE_ACTOR:
-                metrics = event.iteration_reported.metrics
-                num_failed = int(metrics.get("num_failed_rewards", 0))
-                self._console.print(
-                    f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
-                    f"{event.iteration_reported.trained.num_samples} samples trained"
-                    + (f", {num_failed} rewards failed and count as 0" if num_failed else "")
-                )
+                self._console.print(iteration_text(event))
             case "evaluation_reported":
                 evaluation = event.evaluation_reported
                 scores = [f"{name} {value:.3f}" for name, value in figures(evaluation.metrics).items()]
@@ -219,6 +213,17 @@ class TerminalView(AbstractContextManager["TerminalView"]):
 def _in_order(logger: Any, method: str, line: EventDict) -> EventDict:
     first = {key: line.pop(key) for key in ("time", "level", "event")}
     return {**first, **line}
+
+
+def iteration_text(event: events_pb2.Event) -> str:
+    """Of the actor's report of an iteration."""
+    report, metrics = event.iteration_reported, event.iteration_reported.metrics
+    num_failed = int(metrics.get("num_failed_rewards", 0))
+    text = (
+        f"iteration {event.iteration}: reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:.4f}, "
+        f"{report.trained.num_samples} samples trained"
+    )
+    return text + (f", {num_failed} rewards failed and count as 0" if num_failed else "")
 
 
 def figures(metrics: Any) -> dict[str, float]:

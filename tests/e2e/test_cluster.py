@@ -318,8 +318,11 @@ def test_a_job_that_waits_keeps_the_files_of_its_submission(
     assert execute(["submit", *config, "--output-dir", str(cluster.output_dir)]) == 0
     assert "the job's files are not copied, but read when it starts: their copy is refused (" in capsys.readouterr().err
     in_place = [*config, "job=in-place", "--no-copies"]
-    assert execute(["submit", *in_place, "--output-dir", str(cluster.output_dir)]) == 0
-    assert "copied" not in capsys.readouterr().err
+    assert execute(["submit", *in_place, "--follow", "--output-dir", str(cluster.output_dir)]) == 0
+    said = capsys.readouterr().err
+    assert "copied" not in said
+    assert said.index("job in-place is running") < said.index("job in-place iteration 0: reward ")
+    assert "job in-place finished: " in said
     for job in ("own-data", "beside", "in-place"):
         cluster.until(job, state="finished")
     names_copies = [
