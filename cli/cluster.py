@@ -24,6 +24,7 @@ from pathlib import Path
 
 from cli import doctor
 from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named
+from cli.cluster_queue import paused_text
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from tidegate.adapters.grpc_tls import Credentials
@@ -43,7 +44,7 @@ from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.interfaces import interface_of
-from tidegate.short_lists import counted
+from tidegate.short_lists import counted, first_few
 from tidegate.sizes import size_text
 from tidegate.types import NodeId
 from tidegate.v1 import cluster_pb2
@@ -227,7 +228,7 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if warning := _disk_warning(folder):
         print(f"tidegate: {warning}", file=sys.stderr)
     with suppress(OSError):  # the agent tells it
-        for note in _notes(KeptQueue(folder.queue).read(), slots):
+        for note in notes_of(KeptQueue(folder.queue).read(), slots, output_dir):
             print(f"tidegate: {note}", file=sys.stderr)
     text = ", ".join(f"{node} with {counted(count, 'slot')}" for node, count in slots.nodes.items())
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
@@ -251,16 +252,17 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     return 0
 
 
-def _notes(kept: Kept, slots: Slots) -> list[str]:
+def notes_of(kept: Kept, slots: Slots, output_dir: Path) -> list[str]:
     """What a person should know of the queue of a cluster that begins."""
     notes = list(kept.faults)
     if kept.paused:
-        notes.append(f"no job starts until tidegate pause --undo: {kept.paused}")
+        notes.append(paused_text(kept.paused, output_dir))
     if drained := sorted(kept.drained.keys() & slots.nodes):
-        notes.append(f"drained, and without jobs until tidegate drain NODE --undo: {', '.join(drained)}")
+        again = command_in(output_dir, "drain", "NODE", "--undo")
+        notes.append(f"drained, and without jobs until {again}: {first_few(drained, most=8)}")
     waiting = [each for each in (Submission.parse(job.record) for job in kept.jobs.values()) if not each.end]
     if never := sorted(each.job for each in waiting if placed_gpus(each.needs, Room.whole(slots.nodes)) is None):
-        notes.append(f"without room in this cluster, and waiting for a larger one: {', '.join(never)}")
+        notes.append(f"without room in this cluster, and waiting for a larger one: {first_few(never, most=8)}")
     return notes
 
 

@@ -18,9 +18,10 @@ from cli.queue_files import kept_submissions, word_of
 from cli.rows import Form, Row, answer_text, show
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import SILENT_S
-from tidegate.job import JobFolder
+from tidegate.job import JobFolder, command_in
 from tidegate.launcher.lock import launcher_pid
 from tidegate.ports.rpc import PeerUnavailable
+from tidegate.short_lists import first_few
 from tidegate.v1 import cluster_pb2
 
 ANSWER_S = 15.0
@@ -46,13 +47,13 @@ async def wait(
     if unknown := sorted({*jobs}.difference(each.job for each in known)):
         has = ", ".join(sorted(each.job for each in known)) or "none"
         raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
-    seen: dict[str, cluster_pb2.Submission] = {}
+    seen = {each.job: each for each in known if each.job in jobs or (not jobs and _is_awaited(each, is_for_running))}
     try:
         async with asyncio.timeout(timeout_s):
             ended = await until_ended(folder, jobs, is_for_running=is_for_running, seen=seen)
     except TimeoutError:
-        left = ", ".join(sorted(each.job for each in seen.values() if _is_awaited(each, is_for_running=is_for_running)))
-        print(f"tidegate: after {timeout_s:g} s not ended: {left}", file=sys.stderr)
+        left = sorted(each.job for each in seen.values() if _is_awaited(each, is_for_running))
+        print(f"tidegate: after {timeout_s:g} s not ended: {first_few(left, most=8)}", file=sys.stderr)
         return 1
     rows = [row_of(each) for each in ended]
     empty = f"all jobs of the cluster of {output_dir} have ended"
@@ -66,9 +67,13 @@ async def pause(reason: str, output_dir: Path, form: Form, *, undo: bool) -> int
     """Starts no job from now on, or starts them again. NoCluster."""
     async with cluster_of(ClusterFolder.of(output_dir)) as cluster:
         answer = await cluster.PauseQueue(cluster_pb2.PauseQueueRequest(reason=reason, undo=undo))
-    told = f"no job starts until tidegate pause --undo: {answer.paused}" if answer.paused else "jobs start again"
+    told = paused_text(answer.paused, output_dir) if answer.paused else "jobs start again"
     print(answer_text({"paused": answer.paused or None}, told, form))
     return 0
+
+
+def paused_text(reason: str, output_dir: Path) -> str:
+    return f"no job starts until {command_in(output_dir, 'pause', '--undo')}: {reason}"
 
 
 async def until_ended(
@@ -81,26 +86,26 @@ async def until_ended(
 ) -> list[cluster_pb2.Submission]:
     """These jobs, or all that have not ended or that run, once none is left. Each change is told on stderr and is in
     `seen`; then `changed` is called. NoCluster: the cluster ended, or has forgotten a job."""
-    seen = {} if seen is None else seen
+    seen, last_told = {} if seen is None else seen, dict[str, str]()
     patience_s = NEXT_KEEPER_S if folder.is_of_several else ANSWER_S
     while True:
         there = await _listed(folder, patience_s=patience_s)
         if gone := sorted({*jobs}.difference(each.job for each in there)):
             raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
         for each in there:
-            is_awaited = _is_awaited(each, is_for_running=is_for_running)
+            is_awaited = _is_awaited(each, is_for_running)
             if each.job in jobs or (not jobs and (each.job in seen or is_awaited)):
-                is_new = (told := _told(each)) != (_told(seen[each.job]) if each.job in seen else "")
-                seen[each.job] = each
-                if is_new:
+                told, seen[each.job] = _told(each), each
+                if told != last_told.get(each.job):
+                    last_told[each.job] = told
                     print(f"tidegate: job {each.job} {told}", file=sys.stderr)
                     changed(each)
-        if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
+        if not any(_is_awaited(each, is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)
 
 
-def _is_awaited(each: cluster_pb2.Submission, *, is_for_running: bool) -> bool:
+def _is_awaited(each: cluster_pb2.Submission, is_for_running: bool) -> bool:  # of two kinds of waits
     return each.state in ("placed", "running") if is_for_running else each.state != "ended"
 
 

@@ -62,7 +62,7 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
     if what == "nodes":
         there = await cluster_queue.gpus(output_dir)
         if there.paused:
-            print(f"tidegate: no job starts until tidegate pause --undo: {there.paused}", file=sys.stderr)
+            print(f"tidegate: {cluster_queue.paused_text(there.paused, output_dir)}", file=sys.stderr)
         rows = nodes.node_rows(there, await cluster_queue.submissions(output_dir), names)
         show(rows, nodes.NODE_COLUMNS, form=form, out=sys.stdout, empty=f"no cluster is up in {output_dir}")
         return 0
@@ -70,7 +70,8 @@ async def get(what: str, names: list[str], output_dir: Path, form: Form) -> int:
     rows = []
     if what == "gpus" and (shared := (await cluster_queue.gpus(output_dir)).gpus):
         # The jobs of a cluster have one map, and its scheduler knows it.
-        own = {each.job: {*each.gpus} for each in await cluster_queue.submissions(output_dir)}
+        known = await cluster_queue.submissions(output_dir)
+        own = {each.job: {*each.gpus} for each in known if each.state != "ended"}
         wanted = {gpu for job in own.keys() & names for gpu in own[job]}
         rows = [row for row in jobs.gpu_status_rows(shared) if not names or row["job"] in names or row["gpu"] in wanted]
         folders = [folder for folder in folders if folder.root.name not in own]

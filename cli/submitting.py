@@ -95,14 +95,14 @@ async def _submit(folder: ClusterFolder, request: cluster_pb2.SubmitJobRequest, 
     print(answer_text(row_of(found), f"job {found.job} is queued", form), flush=True)
     if not follow:
         return 0
-    try:
-        job = JobFolder(folder.root.parent / found.job)
-        async with _iterations_told(job, since_unix_ns=found.submitted_unix_ms * 10**6) as changed:
+    job = JobFolder(folder.root.parent / found.job)
+    async with _iterations_told(job, since_unix_ns=found.submitted_unix_ms * 10**6) as changed:
+        try:
             (ended,) = await until_ended(folder, {found.job}, changed=changed)
-    except asyncio.CancelledError:
-        again = command_in(folder.root.parent, "wait", found.job)
-        print(f"tidegate: job {found.job} goes on; {again} waits for it again", file=sys.stderr)
-        raise
+        except asyncio.CancelledError:
+            again = command_in(folder.root.parent, "wait", found.job)
+            print(f"tidegate: job {found.job} goes on; {again} waits for it again", file=sys.stderr)
+            raise
     return int(ended.end != "finished")
 
 

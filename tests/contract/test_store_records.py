@@ -171,8 +171,8 @@ class TestSubmissions:
         for _ in range(2):
             await store.drain_node(node, None)
         assert await store.submissions() == Submissions({}, 3)
-        for _ in range(2):
-            await store.pause("an upgrade")
+        for reason in ("an upgrade", "another reason"):
+            await store.pause(reason)
         assert await store.submissions() == Submissions({}, 4, paused="an upgrade")
         for _ in range(2):
             await store.pause("")

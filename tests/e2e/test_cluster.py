@@ -149,9 +149,11 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     waited = json.loads(cluster.run("wait", "-o", "json"))
     assert {row["job"]: row["state"] for row in waited} == dict.fromkeys(("one", "two", "late"), "finished")
     assert "all jobs of the cluster of " in cluster.run("wait")
-    assert "no job starts until tidegate pause --undo: new disks" in cluster.run("pause", "--reason", "new disks")
+    paused_told = cluster.run("pause", "--reason", "new disks")
+    assert paused_told == f"no job starts until tidegate pause --undo --output-dir {cluster.output_dir}: new disks\n"
     cluster.submit("paused")
     assert "no job runs in the cluster of " in cluster.run("wait", "--running")
+    assert cluster.run("pause", "--reason", "it keeps the first one") == paused_told
     assert "after 0.2 s not ended: paused" in cluster.run("wait", "--timeout", "0.2", is_refused=True)
     (paused,) = json.loads(cluster.run("get", "jobs", "paused", "-o", "json"))
     assert (paused["state"], paused["message"]) == ("queued", "waits for 3 GPUs; the queue is paused: new disks")

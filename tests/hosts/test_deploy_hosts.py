@@ -202,10 +202,15 @@ def assert_a_release_waits_for_jobs(site: Site) -> None:
     assert re.search("not ended: (undisturbed|behind): the cluster goes on with its release", told), told[-4000:]
     assert "paused" not in site.tidegate("get", "jobs")
     assert min(site.deploy(*waits).values()) > 0
-    # As where the machine that waits is lost.
+    # A pause of a run that was cut off goes with the next one, and that of a person stays.
     site.tidegate("pause", "--reason", "'make deploy waits for the jobs that run'")
     assert site.deploy(*waits) == dict.fromkeys(ADDRESSES, 0) | {"a": 1}
-    assert site.deploy(*waits) == dict.fromkeys(ADDRESSES, 0)
+    # Where no cluster is up there is nothing to wait for.
+    site.tidegate("pause", "--reason", "disks")
+    site.machines["a"].said("systemctl stop tidegate-cluster@tidegate")
+    assert min(site.deploy("-e", "tidegate_waits_for_jobs=true").values()) > 0
+    assert "disks" in site.tidegate("pause", "--reason", "another")
+    site.tidegate("pause", "--undo")
     ended = json.loads(site.tidegate("wait", "undisturbed", "behind", "-o", "json"))
     assert {row["job"]: (row["state"], row["starts"]) for row in ended} == {
         "undisturbed": ("finished", 1),
@@ -273,8 +278,8 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
         )
     site.submit("third")
     site.until_saved("third")
-    assert min(site.deploy().values()) > 0
-    assert site.deploy() == dict.fromkeys(ADDRESSES, 0)
+    assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
+    assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
     assert site.machines["b"].said("ls /opt/tidegate-releases") == "new", "one stays, to go back to"
 
     site.submit("fourth")

@@ -318,13 +318,14 @@ class CellStore:
         await self._write_for_rounds(tables.drained_cell(node), None if drain is None else drain.encode())
 
     async def pause(self, reason: str) -> None:
-        await self._write_for_rounds(tables.PAUSED, reason.encode() or None)
+        await self._write_for_rounds(tables.PAUSED, reason.encode() or None, replaces=False)
 
-    async def _write_for_rounds(self, cell: Cell, text: bytes | None) -> None:
-        """Writes what rounds read, so that none counts that was decided before."""
+    async def _write_for_rounds(self, cell: Cell, text: bytes | None, *, replaces: bool = True) -> None:
+        """Writes what rounds read, so that none counts that was decided before. `replaces`: another text too."""
 
         def decide(reading: Reading) -> tuple[Writes, None]:
-            if reading.cells[cell] == text:
+            there = reading.cells[cell]
+            if there == text or (text is not None and there is not None and not replaces):
                 return {}, None
             rounds = tables.read_count(reading.cells[tables.ROUNDS], tables.ROUNDS)
             return {cell: text, tables.ROUNDS: b"%d" % (rounds + 1)}, None

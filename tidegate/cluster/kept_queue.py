@@ -101,7 +101,7 @@ class KeptQueue:
         configs: Mapping[JobId, str],
         *,
         drained: Mapping[NodeId, Drain],
-        paused: str = "",
+        paused: str,
         term: int,
     ) -> None:
         """Brings the files to what the store has: all records in `texts`. OSError: nothing is known of what was written

@@ -289,12 +289,11 @@ class _Run:
             return self._record_outcome(end, message, signals)
         except OSError as error:
             why = f"it ended {end}, but the result could not be written to {self._folder.root}: {error}"
-            raise NotRecorded(self._going_on(f"job {self._config.job}: {why}; make room there")) from error
+            raise NotRecorded(f"job {self._config.job}: {why}; make room there; {self._resumed}") from error
 
     def _going_on(self, why: str) -> str:
-        """After an interruption."""
-        how = "the cluster goes on with it" if self._request.is_of_cluster else self._resumed
-        return f"{why}{_mark_after(why)}{how}"
+        """After an interruption. What a cluster does then, its queue says."""
+        return why if self._request.is_of_cluster else f"{why}{_mark_after(why)}{self._resumed}"
 
     @property
     def _resumed(self) -> str:

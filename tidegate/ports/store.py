@@ -271,7 +271,8 @@ class JobRegistry(Protocol):
         ...
 
     async def pause(self, reason: str) -> None:
-        """No job starts from now on. Empty: they start again. A round that was decided before does not count."""
+        """No job starts from now on; a pause that is there keeps its reason. Empty: they start again. A round that was
+        decided before does not count."""
         ...
 
     async def clear_submission(self, job: JobId, text: bytes, *, expected: bytes) -> None:

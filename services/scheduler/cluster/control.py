@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from services.scheduler.cluster.loop import ClusterLoop
+from services.scheduler.cluster.loop import ClusterLoop, parsed
 from services.scheduler.cluster.queue import by_turn, in_turn, why_never
 from services.scheduler.shell.control import gpu_statuses
 from tidegate.cluster.backup import BackedUpJob
@@ -78,7 +78,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def ListSubmissions(
         self, request: cluster_pb2.ListSubmissionsRequest, context: Any
     ) -> cluster_pb2.ListSubmissionsResponse:
-        found, stored = await self._loop.submissions(), await self._loop.stored()
+        stored = await self._loop.stored()
+        found = parsed(stored.texts)
         nodes, away = self._cluster.slots.nodes, {NodeId(each.node) for each in self._loop.away}
         drained = stored.drained.keys() & nodes
 
@@ -86,11 +87,19 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         def never(needs: tuple[int, ...], node_bytes: int) -> str:
             return why_never(needs, nodes, self._loop.memory, node_bytes=node_bytes, drained=drained, away=away)
 
+        @cache
+        def has_room(needs: tuple[int, ...], node_bytes: int) -> bool:
+            return not why_never(needs, nodes, self._loop.memory, node_bytes=node_bytes)
+
         def why(each: Submission) -> str:
             paused = f"the queue is paused: {stored.paused}" if stored.paused else ""
             return "; ".join(filter(None, (paused, never(each.needs, each.node_bytes))))
 
-        ahead = {each.job: number for number, each in enumerate(in_turn(found.values()))}
+        queue = in_turn(found.values())
+        # Others pass a job for which the cluster has no room.
+        passing = [each for each in queue if has_room(each.needs, each.node_bytes)]
+        ahead = dict.fromkeys((each.job for each in queue), 0)
+        ahead |= {each.job: number for number, each in enumerate(passing)}
         return cluster_pb2.ListSubmissionsResponse(
             submissions=[
                 _encoded(each, num_ahead=ahead[each.job], why=why(each)) if each.job in ahead else _encoded(each)

@@ -153,10 +153,10 @@ class ClusterLoop:
             if each.config:
                 await self.store.keep_config(job, each.config)
         if lost or not stored.rounds:
+            if kept.paused:
+                await self.store.pause(kept.paused)
             for node in kept.drained.keys() - stored.drained.keys():
                 await self.store.drain_node(node, kept.drained[node])
-            if kept.paused and not stored.paused:
-                await self.store.pause(kept.paused)
         # Last, so that what failed is seen as lost again.
         if lost:
             texts = {job: each.record for job, each in lost.items()}
@@ -180,7 +180,7 @@ class ClusterLoop:
         async with self._one_keeps:
             stored, identity = await self.store.submissions(), await self.store.identity()
             changed, configs = [], {}
-            for each in self._kept.changed(stored.texts, _parsed(stored.texts)):
+            for each in self._kept.changed(stored.texts, parsed(stored.texts)):
                 if self._kept.lacks_config(each):
                     config = await self.store.config_of(each.job, each.config)
                     if config is None:  # it has ended in between, or cannot run: then its end is kept
@@ -205,7 +205,7 @@ class ClusterLoop:
 
     async def submissions(self) -> dict[JobId, Submission]:
         """All records. StoreDamaged: one cannot be read. As `change` for a store that does not answer."""
-        return _parsed((await self._once_open(self.store.submissions)).texts)
+        return parsed((await self._once_open(self.store.submissions)).texts)
 
     async def stored(self) -> Submissions:
         """Also the nodes that get no jobs, and why none starts. As `change` for a store that does not answer."""
@@ -243,7 +243,7 @@ class ClusterLoop:
         async def write() -> Submission:
             while True:
                 texts = (await self.store.submissions()).texts
-                found = decide(_parsed(texts).get(job))
+                found = decide(parsed(texts).get(job))
                 with suppress(VersionConflict):
                     await self.store.write_submissions({job: found.to_json()}, expected={job: texts.get(job)})
                     return found
@@ -306,7 +306,7 @@ class ClusterLoop:
         self._wake.clear()
         stored = await self.store.submissions()
         texts = stored.texts
-        before, seen = _parsed(texts), await self._seen()
+        before, seen = parsed(texts), await self._seen()
         self.away, self.memory, self.places = seen.away, seen.memory, seen.places
         placed = {each.job: each.gpus for each in before.values() if each.is_placed}
         away = {NodeId(each.node): each.seconds for each in seen.away}
@@ -425,7 +425,8 @@ _parse = lru_cache(maxsize=4096)(Submission.parse)
 """Most records are as they were a second ago."""
 
 
-def _parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
+def parsed(texts: Mapping[JobId, bytes]) -> dict[JobId, Submission]:
+    """StoreDamaged."""
     found: dict[JobId, Submission] = {}
     for job, text in texts.items():
         try:

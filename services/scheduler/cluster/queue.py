@@ -178,7 +178,8 @@ def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, 
     if each.is_cancelled:
         return _cancelled(each, why)
     if interruptions >= MAX_INTERRUPTIONS:
-        return _ended(each, End.INTERRUPTED, f"{why}; not started again after {interruptions} interruptions")
+        over = f"{why}; not started again after {interruptions} interruptions: go on with it by {each.command} --resume"
+        return _ended(each, End.INTERRUPTED, over)
     # One that does not count, as by a drain, makes their number no larger.
     wait_s = 2 ** (interruptions - 1) if interruptions > max(1, each.interruptions) else 0
     return replace(
@@ -208,10 +209,14 @@ def _placed(submissions: Iterable[Submission], cluster: Cluster) -> list[Submiss
     whole = Room.whole(cluster.nodes, cluster.memory)
     room = Room(cluster.nodes, frozenset(free), cluster.memory)
     room = room.without(*((each.gpus, each.node_bytes) for each in every.values() if each.gpus))
+    has_room: dict[tuple[tuple[int, ...], int], bool] = {}
     for each in in_turn(every.values()):
-        gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
-        if gpus is None and placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is None:
+        needs = each.needs, each.node_bytes
+        if needs not in has_room:
+            has_room[needs] = placed_gpus(each.needs, whole, node_bytes=each.node_bytes) is not None
+        if not has_room[needs]:
             continue
+        gpus = placed_gpus(each.needs, room, node_bytes=each.node_bytes)
         # Another machine's clock, or one that was set, may say anything.
         if gpus is None or cluster.is_paused or 0 < each.resumes_unix_ms - cluster.now_unix_ms <= LONGEST_WAIT_MS:
             break
@@ -236,14 +241,21 @@ def why_never(
     away: Collection[NodeId] = (),
 ) -> str:
     """For people: why a job with these needs cannot be placed, whatever else the cluster has to do. Empty: it can."""
-    left = {node: count for node, count in nodes.items() if node not in drained and node not in away}
-    if placed_gpus(needs, Room.whole(left, memory), node_bytes=node_bytes) is not None:
+
+    def has_room(*without: NodeId) -> bool:
+        left = {node: count for node, count in nodes.items() if node not in without}
+        return placed_gpus(needs, Room.whole(left, memory), node_bytes=node_bytes) is not None
+
+    out = sorted({*drained, *away} & nodes.keys())
+    if has_room(*out):
         return ""
-    if placed_gpus(needs, Room.whole(nodes, memory), node_bytes=node_bytes) is not None:
+    if has_room():
+        # Those that each give it room by their return. It may take several of them.
+        missing = [node for node in out if has_room(*(other for other in out if other != node))] or out
         told = []
         for what, names in (("drained (tidegate drain NODE --undo)", drained), ("away", away)):
-            if names:
-                told.append(f"{', '.join(sorted(names))} {'is' if len(names) == 1 else 'are'} {what}")
+            if own := [node for node in missing if node in names]:
+                told.append(f"{', '.join(own)} {'is' if len(own) == 1 else 'are'} {what}")
         return "; ".join(told)
     slots = ", ".join(f"{node} has {count}" for node, count in nodes.items())
     there = "; ".join(filter(None, (slots, memory_told(memory) if node_bytes else "")))

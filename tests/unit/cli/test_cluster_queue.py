@@ -31,7 +31,7 @@ def keep(output_dir: Path, *jobs: Submission) -> None:
     records: Mapping[str, Submission] = {each.job: each for each in jobs}
     texts = {each.job: each.to_json() for each in jobs}
     KeptQueue(ClusterFolder.of(output_dir).queue).write(
-        texts, records.values(), dict.fromkeys(texts, "{}"), drained={}, term=1
+        texts, records.values(), dict.fromkeys(texts, "{}"), drained={}, paused="", term=1
     )
 
 

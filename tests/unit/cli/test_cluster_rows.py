@@ -1,14 +1,21 @@
-"""`get nodes`: who has the slots of a cluster's nodes."""
+"""What commands say of a cluster and its nodes, and what they refuse."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cli.cluster import notes_of
 from cli.command import execute
 from cli.nodes import node_rows
 from cli.usage import BadUsage
+from tests.unit.cluster_jobs import submitted
+from tidegate.cluster.kept_queue import Kept, KeptJob
+from tidegate.cluster.slots import Slots
+from tidegate.cluster.submissions import SubmissionState
+from tidegate.types import Drain, JobId, NodeId
 from tidegate.v1 import cluster_pb2, control_pb2
 
 KEEPS = "its machine keeps the cluster"
@@ -71,6 +78,38 @@ def test_only_nodes_that_are_named_or_of_named_jobs_are_told() -> None:
     assert [row["node"] for row in node_rows(there, known, ["one"])] == ["n0"]
     with pytest.raises(BadUsage, match="the cluster has no node or job n9; its nodes are n0, n1"):
         node_rows(there, known, ["n9", "n1"])
+
+
+def test_a_drain_of_gpus_of_no_job_says_how_a_node_is_drained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["drain", "n0", "n1", "--output-dir", str(tmp_path)]) == 2
+    assert "a node of a cluster is named alone: tidegate drain n0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "soon"])
+def test_a_wait_is_of_some_seconds(seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["wait", "--timeout", seconds, "--output-dir", str(tmp_path)]) == 2
+    assert f"{seconds} is no number of seconds above 0" in capsys.readouterr().err
+
+
+def test_a_wait_is_for_named_jobs_or_for_all_that_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["wait", "one", "--running", "--output-dir", str(tmp_path)]) == 2
+    assert "wait takes jobs or --running, not both" in capsys.readouterr().err
+
+
+def test_a_cluster_that_begins_says_why_its_jobs_wait(tmp_path: Path) -> None:
+    records = {each.job: each for each in (submitted("fits", 4), submitted("large", 9), submitted("over", 9))}
+    records[JobId("over")] = replace(records[JobId("over")], state=SubmissionState.ENDED, end="failed")
+    jobs = {job: KeptJob(each.to_json(), "") for job, each in records.items()}
+    drained = {NodeId("n0"): Drain.LEAVE, NodeId("gone"): Drain.LEAVE}
+    where = f"--output-dir {tmp_path}"
+    assert notes_of(Kept(jobs, drained, "new disks", faults=("a fault",)), Slots({NodeId("n0"): 8}), tmp_path) == [
+        "a fault",
+        f"no job starts until tidegate pause --undo {where}: new disks",
+        f"drained, and without jobs until tidegate drain NODE --undo {where}: n0",
+        "without room in this cluster, and waiting for a larger one: large",
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--wait"])

@@ -87,7 +87,8 @@ def test_a_job_whose_agent_knows_nothing_of_it_any_more_goes_on_too() -> None:
 def test_a_job_that_is_interrupted_again_and_again_ends_but_the_end_of_an_agent_is_no_interruption() -> None:
     last = replace(running("a", starts=9), interruptions=MAX_INTERRUPTIONS - 1)
     found = after([last], cluster(a=Ran(9, End.INTERRUPTED, "power")))["a"]
-    assert (found.end, found.message) == ("interrupted", "power; not started again after 5 interruptions")
+    over = f"power; not started again after 5 interruptions: go on with it by {last.command} --resume"
+    assert (found.end, found.message) == ("interrupted", over)
     assert after([last], cluster())["a"].state is PLACED
 
 
@@ -150,6 +151,8 @@ def test_a_job_that_only_nodes_that_are_out_have_room_for_is_told_so() -> None:
     nodes = {NodeId("n0"): 4, NodeId("n1"): 4, NodeId("n2"): 2}
     n0, n1 = {NodeId("n0")}, {NodeId("n1")}
     assert why_never((3,), nodes, drained=n0, away=n1) == "n0 is drained (tidegate drain NODE --undo); n1 is away"
+    assert why_never((3,), nodes, drained={*n0, NodeId("n2")}, away=n1).startswith("n0 is drained"), "n2 has no room"
+    assert why_never((3, 3), nodes, drained=n0, away={NodeId("n2")}) == "n0 is drained (tidegate drain NODE --undo)"
     assert why_never((3,), nodes, drained=n0 | n1) == "n0, n1 are drained (tidegate drain NODE --undo)"
     assert not why_never((2,), nodes, drained=n0, away=n1)
 
