@@ -47,12 +47,13 @@ async def wait(
     if unknown := sorted({*jobs}.difference(each.job for each in known)):
         has = ", ".join(sorted(each.job for each in known)) or "none"
         raise UnknownJob(f"the cluster of {output_dir} has no job {', '.join(unknown)}; it has {has}")
-    seen = {each.job: each for each in known if each.job in jobs or (not jobs and _is_awaited(each, is_for_running))}
+    awaited = [each for each in known if _is_awaited(each, is_for_running=is_for_running)]
+    seen = {each.job: each for each in awaited if not jobs or each.job in jobs}
     try:
         async with asyncio.timeout(timeout_s):
             ended = await until_ended(folder, jobs, is_for_running=is_for_running, seen=seen)
     except TimeoutError:
-        left = sorted(each.job for each in seen.values() if _is_awaited(each, is_for_running))
+        left = sorted(each.job for each in seen.values() if _is_awaited(each, is_for_running=is_for_running))
         print(f"tidegate: after {timeout_s:g} s not ended: {first_few(left, most=8)}", file=sys.stderr)
         return 1
     rows = [row_of(each) for each in ended]
@@ -93,19 +94,19 @@ async def until_ended(
         if gone := sorted({*jobs}.difference(each.job for each in there)):
             raise NoCluster(f"the cluster has ended and forgotten {', '.join(gone)}: the job's folder has its end")
         for each in there:
-            is_awaited = _is_awaited(each, is_for_running)
+            is_awaited = _is_awaited(each, is_for_running=is_for_running)
             if each.job in jobs or (not jobs and (each.job in seen or is_awaited)):
                 told, seen[each.job] = _told(each), each
                 if told != last_told.get(each.job):
                     last_told[each.job] = told
                     print(f"tidegate: job {each.job} {told}", file=sys.stderr)
                     changed(each)
-        if not any(_is_awaited(each, is_for_running) for each in seen.values()):
+        if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)
 
 
-def _is_awaited(each: cluster_pb2.Submission, is_for_running: bool) -> bool:  # of two kinds of waits
+def _is_awaited(each: cluster_pb2.Submission, *, is_for_running: bool) -> bool:
     return each.state in ("placed", "running") if is_for_running else each.state != "ended"
 
 
