@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from cli.cluster_access import cluster_of, refuse_down
+from cli.cluster_access import NoCluster, cluster_of, refuse_down
 from cli.cluster_queue import row_of, until_ended
 from cli.job_streams import events
 from cli.rows import Form, answer_text
@@ -30,8 +30,7 @@ from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.v1 import cluster_pb2, types_pb2
 
-LAST_S = 5.0
-"""The events of a job that has ended are in its folder, or soon will be."""
+LOOK_AGAIN_S = 0.5
 
 
 def submit(args: argparse.Namespace, form: Form) -> int:
@@ -115,25 +114,31 @@ async def _iterations_told(
     telling: list[asyncio.Task[None]] = []
     told_unix_ns = since_unix_ns
 
-    async def tell() -> None:
+    async def tell(*, follow: bool) -> None:
         nonlocal told_unix_ns
-        with suppress(NotRunning, PeerUnavailable, PeerRefused):
-            async for row in events(folder, follow=True):
+        with suppress(NotRunning, NoCluster, PeerUnavailable, PeerRefused):
+            async for row in events(folder, follow=follow):
                 event = row.event
                 is_report = event.WhichOneof("body") == "iteration_reported" and event.role == types_pb2.ROLE_ACTOR
                 if is_report and event.occurred_unix_ns > told_unix_ns:
                     told_unix_ns = event.occurred_unix_ns
                     print(f"tidegate: job {folder.root.name} {iteration_text(event)}", file=sys.stderr)
 
+    async def tell_on() -> None:
+        # A job that starts takes no calls yet, and one that is resumed has the end of its earlier run.
+        while True:
+            await tell(follow=True)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
     def changed(each: cluster_pb2.Submission) -> None:
-        if each.state == "running" and all(task.done() for task in telling):
-            telling.append(asyncio.create_task(tell(), name="tell iterations"))
+        if each.state == "running" and not telling:
+            telling.append(asyncio.create_task(tell_on(), name="tell iterations"))
 
     try:
         yield changed
-        if telling:
-            await asyncio.wait(telling, timeout=LAST_S)
     finally:
         for task in telling:
             task.cancel()
         await asyncio.gather(*telling, return_exceptions=True)
+    # The folder of a job that has ended has all of them.
+    await tell(follow=False)
