@@ -216,7 +216,7 @@ def _in_order(logger: Any, method: str, line: EventDict) -> EventDict:
 
 
 def iteration_text(event: events_pb2.Event) -> str:
-    """Of the actor's report of an iteration."""
+    """What people read of the actor's report of an iteration."""
     report, metrics = event.iteration_reported, event.iteration_reported.metrics
     num_failed = int(metrics.get("num_failed_rewards", 0))
     text = (

@@ -34,5 +34,5 @@ def fork_server_socket(config: JobConfig, node: NodeId) -> Path:
 
 
 def boot_id() -> str:
-    """Of this machine: another one after each start of it."""
+    """Another one after each start of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

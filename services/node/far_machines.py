@@ -166,7 +166,7 @@ class FarMachines:
         self._note(each, fault)
 
     def _twin_fault(self, each: _Far) -> str:
-        """Of one that is this machine, or an earlier one that is there."""
+        """Why it is not taken, where it is this machine or an earlier one that is there."""
         if each.memory_id == self._own_memory_id:
             return same_machine_fault(each.section.name, "the one that keeps the cluster")
         for other in self._far[: self._far.index(each)]:

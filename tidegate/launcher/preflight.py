@@ -88,6 +88,7 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
     finally:
         await channels.close()
     silent, faults = [], []
+    first_of: dict[str, str] = {}
     for machine, each in zip(cluster.machines, found, strict=True):
         if isinstance(each, PeerUnavailable | PeerRefused):
             silent.append(
@@ -96,12 +97,11 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
             )
         elif isinstance(each, BaseException):
             raise each
-        elif each[0]:
-            faults.append(each[0])
-    first_of: dict[str, str] = {}
-    for machine, each in zip(cluster.machines, found, strict=True):
-        if isinstance(each, tuple) and (other := first_of.setdefault(each[1], machine.name)) != machine.name:
-            faults.append(same_machine_fault(machine.name, other))
+        else:
+            fault, memory_id = each
+            if not fault and (other := first_of.setdefault(memory_id, machine.name)) != machine.name:
+                fault = same_machine_fault(machine.name, other)
+            faults += [fault] if fault else []
     if faults:
         raise CannotStart("\n".join((*faults, *silent)))
     if silent:

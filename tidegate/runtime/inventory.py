@@ -37,6 +37,6 @@ def this_machine(host_memory_root: Path, devices: Sequence[CudaDevice] = ()) -> 
 
 
 def host_memory_id(folder: Path) -> str:
-    """Of one folder on one machine, until that starts again. Containers have a host memory each. OSError."""
+    """Names one folder on one machine, until that starts again. Containers have a host memory each. OSError."""
     there = folder.stat()
     return f"{boot_id()}/{there.st_dev}/{there.st_ino}"
