@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,10 +81,16 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gate-root", type=Path, metavar="FOLDER", help=help_)
     help_ = "keep the cluster once no other machine does: the same command on each machine, but for its --address"
     parser.add_argument("--standby", action="store_true", help=help_)
-    help_ = (
-        "with --standby: this machine's own credential, as its agent has it; commands work on the other machines then"
-    )
+    help_ = "this machine's own credential, as its agent has it: commands of other machines are answered then"
     parser.add_argument("--node-credentials", type=Path, metavar="FOLDER", help=help_)
+    help_ = "where those are answered, at --address, so that machines without the jobs' folder can call (default: any)"
+    parser.add_argument("--command-port", type=_port, default=0, metavar="PORT", help=help_)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text} is no port: give one from 1 to {2**16 - 1}, such as 7401")
+    return int(text)
 
 
 class NotUp(RuntimeError):
@@ -129,14 +136,26 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         "--machine-credentials": args.machine_credentials,
         "--gate-root": args.gate_root,
     }
-    if args.node_credentials and not args.standby:
-        raise BadUsage("--node-credentials: only a machine that stands by (--standby) needs it")
+    if args.command_port and not args.node_credentials:
+        raise BadUsage("--command-port needs --node-credentials too: who calls has to know who answers")
+    if args.node_credentials and not args.address:
+        raise BadUsage("--node-credentials needs --address too: there the commands of other machines are answered")
     if args.standby and (missing := [option for option, value in needed.items() if not value]):
         raise BadUsage(f"--standby needs {', '.join(missing)} too, and each machine's agent by --machine")
     if not agents:
-        if given := [option for option, value in needed.items() if value and option != "--gate-root"]:
+        alone = {"--gate-root", *(["--address"] if args.node_credentials else [])}
+        if given := [option for option, value in needed.items() if value and option not in alone]:
             raise BadUsage(f"{', '.join(given)}: only a cluster with nodes on other machines (--machine) needs it")
-        return Machines(gate_root=str(args.gate_root.resolve()) if args.gate_root else ""), ""
+        gate_root = str(args.gate_root.resolve()) if args.gate_root else ""
+        if not args.node_credentials:
+            return Machines(gate_root=gate_root), ""
+        try:
+            _check_address("--address", args.address)
+            interface_of(args.address)
+        except ValueError as error:
+            raise BadUsage(str(error)) from error
+        _check_own(args.node_credentials)
+        return Machines(args.address, gate_root=gate_root), ""
     if missing := [option for option, value in needed.items() if not value]:
         raise BadUsage(f"--machine needs {', '.join(missing)} too")
     nodes_of_machine = {name: [node for node, of in machine_by_node.items() if of == name] for name in agents}
@@ -144,8 +163,7 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
         far = tuple(far_machine(name, agent, nodes_of_machine[name]) for name, agent in agents.items())
         hosts = {"--address": args.address} | {f"--machine {each.name}": host_of(each.agent) for each in far}
         for option, host in hosts.items():
-            if not is_ipv4(host) or IPv4Address(host).is_loopback:
-                raise ValueError(f"{option}: give an IPv4 address that the other machines reach, not {host}")
+            _check_address(option, host)
         interface_of(args.address)
         if (who := Credentials(args.machine_credentials).identity).party is not Party.OPERATOR:
             raise ValueError(
@@ -162,13 +180,31 @@ def machines_of(args: argparse.Namespace, machine_by_node: Mapping[NodeId, str])
             f"--address {args.address}: {len(here)} of the machines are there; --machine names each once, this one too"
         )
     if args.node_credentials:
-        _check_own(args.node_credentials, args.machine_credentials, here)
+        _check_own(args.node_credentials)
+        _check_together(args.node_credentials, args.machine_credentials, here)
     others = tuple(each for each in far if each.name not in here)
     return Machines(args.address, credentials, gate_root, others), next(iter(here), "")
 
 
-def _check_own(folder: Path, operator: Path, names: Collection[str]) -> None:
-    """BadUsage where it is not this machine's credential."""
+def _check_address(option: str, host: str) -> None:
+    """ValueError."""
+    if not is_ipv4(host) or IPv4Address(host).is_loopback:
+        raise ValueError(f"{option}: give an IPv4 address that the other machines reach, not {host}")
+
+
+def _check_own(folder: Path) -> None:
+    """BadUsage where it is no machine's credential."""
+    try:
+        own = Credentials(folder).identity
+    except CertsError as error:
+        raise BadUsage(f"--node-credentials: {error}") from error
+    if own.party is not Party.NODE:
+        raise BadUsage(f"--node-credentials {folder} is of {own}, and a machine's is needed: certs issue node NAME")
+
+
+def _check_together(folder: Path, operator: Path, names: Collection[str]) -> None:
+    """BadUsage where another authority has issued the operator's, or another machine is named so. `names`: none where
+    this machine has none besides its credential."""
     try:
         own, cluster = Credentials(folder).identity, Credentials(operator).identity.cluster
         has_one_authority = Credentials(folder).now().ca == Credentials(operator).now().ca
@@ -177,7 +213,7 @@ def _check_own(folder: Path, operator: Path, names: Collection[str]) -> None:
     if not has_one_authority:
         raise BadUsage(f"--node-credentials {folder} is of another authority than --machine-credentials {operator}")
     wanted = [Identity(cluster, Party.NODE, name) for name in names]
-    if own not in wanted:
+    if wanted and own not in wanted:
         raise BadUsage(f"--node-credentials {folder} is the credential of {own}, not of {', '.join(map(str, wanted))}")
 
 
@@ -211,8 +247,6 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         _check_keeper(folder, own_name, cluster)
         write_private(folder.operator, machines.credentials)
         words += ["--keeper", own_name, "--cluster", cluster]
-        if args.node_credentials:
-            words += ["--node-credentials", str(args.node_credentials.resolve())]
     elif folder.is_of_several:
         if (keeper := keeper_elsewhere(folder)) is not None:
             raise NotUp(
@@ -220,6 +254,10 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
                 f"or end it there; if that machine is lost, remove {folder.link}"
             )
         folder.keep_alone()
+    if args.node_credentials:
+        _check_port(args.address, args.command_port)
+        words += ["--node-credentials", str(args.node_credentials.resolve())]
+        words += ["--command-port", str(args.command_port)]
     try:
         folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.check_writing()
@@ -250,6 +288,16 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
     print(answer_text(answer, told, form))
     return 0
+
+
+def _check_port(address: str, port: int) -> None:
+    """NotUp where something else listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise NotUp(f"--command-port {port}: {address}:{port} cannot be used: {error}; give another one") from error
 
 
 def notes_of(kept: Kept, slots: Slots, output_dir: Path) -> list[str]:

@@ -40,7 +40,7 @@ from cli.selection import Selection, add_flags
 from cli.simulation import arguments as simulation
 from cli.timeline import TimelineForm, timeline_text
 from cli.top import top
-from cli.usage import BadUsage, Parser, seed
+from cli.usage import BAD_USAGE, BadUsage, Parser, seed
 from cli.watch import watch
 from cli.why import Question, why
 from tidegate.config.base import OUTPUT_DIR
@@ -53,14 +53,20 @@ from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 _COMPLETION = "Print the shell completion. bash: source <(tidegate completion). zsh: run bashcompinit before."
 _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complete a config."
 FAILED = 1
-BAD_USAGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
     """None takes the arguments of this process."""
     try:
-        code = _run(_parse(_parser(), arguments))
+        args = _parse(_parser(), arguments)
+        if (far := contexts.far()) is not None:
+            # Import here: most commands call nobody.
+            from cli import afar
+
+            code = afar.run(args, sys.argv[1:] if arguments is None else arguments, far)
+        else:
+            code = _run(args)
         # Flush here, to report a closed pipe or a full disk: at exit that would be a traceback.
         sys.stdout.flush()
         return code
@@ -312,6 +318,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument(
         "--no-copies", action="store_true", help="the job reads its small files where they are, when it starts"
     )
+    submit.add_argument("--typed", help=argparse.SUPPRESS)  # by a person on another machine, in place of these words
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
     wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
     wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")

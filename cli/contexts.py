@@ -4,9 +4,13 @@ A context has the folder of the jobs, and an operator's or a viewer's credential
 cluster's. It is a file that a person may write: `~/.config/tidegate/contexts/NAME.yaml`. Who keeps the cluster, and
 where that one answers, the folder tells.
 
+A machine that does not have the folder is told the machines that may keep the cluster, and where each answers. Its
+commands run there (`cli.afar`).
+
 Invariants:
 - What the command line names goes before `TIDEGATE_CLUSTER`. [test_contexts: goes_before_the_variable]
 - A context that cannot be used is refused with the remedy. [test_contexts: that_cannot_be_used]
+- What cannot be done from afar is refused before anybody is called. [test_contexts: is_done_on_its_machines]
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -27,20 +31,25 @@ from cli.usage import BadUsage
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import BadIdentity, Identity, Party
+from tidegate.cluster.far_commands import CHANGING, LOOKING
 from tidegate.json_text import typed
+from tidegate.short_lists import first_few
 
 CLUSTER_VARIABLE = "TIDEGATE_CLUSTER"
 """Names the context for commands that name none."""
 _NAMED: ContextVar[Context | None] = ContextVar("the context that the command line names", default=None)
-COLUMNS = ("context", "output_dir", "operator")
+COLUMNS = ("context", "output_dir", "keepers", "operator")
+_KEYS = ("output_dir", "keepers", "operator")
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """`operator`: the folder of the credential. None: a machine of the cluster has its own."""
+    """`operator`: the folder of the credential. None: a machine of the cluster has its own. `keepers`: where the
+    machines that may keep the cluster answer, by their names; then there is no `output_dir`, for it is on those."""
 
-    output_dir: Path
+    output_dir: Path | None = None
     operator: Path | None = None
+    keepers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Context:
@@ -52,22 +61,28 @@ class Context:
         if found is None:
             raise ValueError("it is empty")
         fields = typed(dict, found, "a context")
-        if unknown := sorted({*map(str, fields)} - {"output_dir", "operator"}):
-            raise ValueError(f"it has {', '.join(unknown)}, and only output_dir and operator have a meaning")
-        if "output_dir" not in fields:
-            raise ValueError("it has no output_dir")
+        if unknown := sorted({*map(str, fields)} - {*_KEYS}):
+            raise ValueError(f"it has {', '.join(unknown)}, and only {', '.join(_KEYS)} have a meaning")
+        keepers = typed(dict, fields.pop("keepers", {}), "keepers")
+        for name, address in keepers.items():
+            _check_keeper(typed(str, name, "the name of a keeper"), typed(str, address, f"the address of {name}"))
+        if ("output_dir" in fields) is bool(keepers):
+            raise ValueError("it has no output_dir" if not keepers else "it has both output_dir and keepers")
+        if keepers and "operator" not in fields:
+            raise ValueError("it has keepers and no operator: a call from afar needs a credential")
         try:
             folders = {name: Path(typed(str, value, name)).expanduser() for name, value in fields.items()}
         except RuntimeError as error:  # of a home that nobody has
             raise ValueError(str(error)) from error
         if relative := [name for name, folder in folders.items() if not folder.is_absolute()]:
             raise ValueError(f"{relative[0]} is not an absolute path")
-        return cls(**folders)
+        return cls(**folders, keepers=keepers)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fields = {"output_dir": str(self.output_dir)} | ({"operator": str(self.operator)} if self.operator else {})
-        path.write_text(yaml.safe_dump(fields, sort_keys=False))
+        fields = (("output_dir", self.output_dir), ("keepers", self.keepers), ("operator", self.operator))
+        text = {name: str(value) if isinstance(value, Path) else dict(value) for name, value in fields if value}
+        path.write_text(yaml.safe_dump(text, sort_keys=False))
 
 
 def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -76,6 +91,11 @@ def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     added.add_argument("name", nargs="?", metavar="NAME")
     help_ = "add: an operator's or a viewer's credential, for a machine that is none of the cluster's"
     added.add_argument("--operator", type=Path, metavar="FOLDER", help=help_)
+    help_ = (
+        "add: in place of --output-dir, where that folder is not there: the name of a machine that may keep the "
+        "cluster, and where it answers (`up --command-port`); once for each"
+    )
+    added.add_argument("--keeper", action="append", default=[], metavar="NAME=HOST:PORT", help=help_)
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
@@ -86,27 +106,50 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 def settle(args: argparse.Namespace) -> None:
     """Sets `output_dir` to the folder that the command line means. BadUsage."""
     _NAMED.set(None)
+    args.has_output_dir = args.output_dir is not None
     if args.output_dir is None and "context" in args:
         if named := args.context or os.environ.get(CLUSTER_VARIABLE):
             found = _known(named, "" if args.context else f" ({CLUSTER_VARIABLE} names it)")
             _NAMED.set(found)
-            args.output_dir = str(found.output_dir)
+            args.context = named
+            if found.keepers:
+                _check_command(args.command, named)
+            else:
+                args.output_dir = str(found.output_dir)
     elif "context" in args and args.context:
         raise BadUsage(f"--cluster {args.context} and --output-dir {args.output_dir}: give one of them")
     if args.output_dir is None:
         args.output_dir = args.usual_output_dir
 
 
+def far() -> Context | None:
+    """The context that the command line names, where the cluster is to be called at its machines."""
+    named = _NAMED.get()
+    return named if named is not None and named.keepers else None
+
+
 def operator_of(output_dir: Path) -> Path | None:
     """The credential of the context that the command line names, or of one with this folder."""
-    if (named := _NAMED.get()) is not None and named.output_dir.resolve() == output_dir.resolve():
+    if (named := _NAMED.get()) is not None and _has(named, output_dir):
         return named.operator
     for path in _files():
         with suppress(ValueError, OSError):
             found = Context.read(path)
-            if found.operator is not None and found.output_dir.resolve() == output_dir.resolve():
+            if found.operator is not None and _has(found, output_dir):
                 return found.operator
     return None
+
+
+def _has(context: Context, output_dir: Path) -> bool:
+    return context.output_dir is not None and context.output_dir.resolve() == output_dir.resolve()
+
+
+def _check_command(command: str, named: str) -> None:
+    """BadUsage: it is not one that the cluster's machines run for others."""
+    if command not in LOOKING | CHANGING:
+        raise BadUsage(
+            f"context {named} has no folder of jobs, and {command} needs one: run it on a machine of the cluster"
+        )
 
 
 def context(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
@@ -126,17 +169,52 @@ def context(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             raise BadUsage(f"context {args.name} cannot be removed: {error}") from error
         print(answer_text({"context": args.name, "state": "removed"}, f"context {args.name} is removed", form))
         return 0
-    if not output_dir.is_dir():
-        raise BadUsage(f"--output-dir {output_dir}: there is no such folder; give that of the cluster's jobs")
+    keepers = _keepers(args.keeper)
+    if keepers and args.has_output_dir:
+        raise BadUsage("--output-dir and --keeper: give the folder, or the machines that have it")
+    if keepers and args.operator is None:
+        raise BadUsage("--keeper needs --operator too: a call from afar needs a credential")
+    if not (keepers or output_dir.is_dir()):
+        raise BadUsage(
+            f"--output-dir {output_dir}: there is no such folder; give that of the cluster's jobs, or --keeper where "
+            "this machine does not have it"
+        )
     if args.operator is not None:
         _check(args.operator)
-    new = Context(output_dir, args.operator and args.operator.resolve())
+    new = Context(None if keepers else output_dir, args.operator and args.operator.resolve(), keepers)
     try:
         new.write(path)
     except OSError as error:
         raise BadUsage(f"context {args.name} cannot be written: {error}") from error
-    print(answer_text(_row(path), f"--cluster {args.name} stands for the cluster of {output_dir}", form))
+    where = f"that {first_few(keepers, most=4)} may keep" if keepers else f"of {output_dir}"
+    print(answer_text(_row(path), f"--cluster {args.name} stands for the cluster {where}", form))
     return 0
+
+
+def _keepers(words: Sequence[str]) -> dict[str, str]:
+    """BadUsage."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, address = word.partition("=")
+        if name in found:
+            raise BadUsage(f"--keeper {name} is given twice")
+        try:
+            _check_keeper(name, address)
+        except ValueError as error:
+            raise BadUsage(f"--keeper {word}: {error}") from error
+        found[name] = address
+    return found
+
+
+def _check_keeper(name: str, address: str) -> None:
+    """ValueError."""
+    try:
+        Identity("any", Party.NODE, name)
+    except BadIdentity as error:
+        raise ValueError(f"machine {name!r}: {error}") from error
+    host, _, port = address.rpartition(":")
+    if not (host and not set(host) & set("/= ") and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"{name} answers at {address!r}, which is no HOST:PORT, as in a=10.0.0.7:7401")
 
 
 def _check(operator: Path) -> None:
@@ -184,6 +262,7 @@ def _row(path: Path) -> Row:
     try:
         found = Context.read(path)
     except (ValueError, OSError) as error:
-        return {"context": path.stem, "output_dir": f"cannot be used: {error}", "operator": None}
-    operator = str(found.operator) if found.operator else None
-    return {"context": path.stem, "output_dir": str(found.output_dir), "operator": operator}
+        return {"context": path.stem, "output_dir": f"cannot be used: {error}", "keepers": [], "operator": None}
+    folders = {"output_dir": found.output_dir, "operator": found.operator}
+    row = {"context": path.stem, "keepers": [f"{name}={address}" for name, address in found.keepers.items()]}
+    return row | {name: str(folder) if folder else None for name, folder in folders.items()}

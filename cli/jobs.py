@@ -92,8 +92,9 @@ class JobDescription:
 def job_folder(output_dir: Path, job: str) -> JobFolder:
     """UnknownJob, with the names of the existing jobs."""
     folder = JobFolder(output_dir.resolve() / job)
-    if not folder.config.is_file():
-        if (queued := word_of(folder)) is not None:
+    is_here = Path(job).name == job  # not a path to another folder of jobs
+    if not (is_here and folder.config.is_file()):
+        if is_here and (queued := word_of(folder)) is not None:
             state = f"is {queued.end or queued.state}" + (f" ({queued.message})" if queued.message else "")
             raise UnknownJob(f"job {job} {state}, and has no folder")
         known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"

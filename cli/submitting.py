@@ -47,7 +47,10 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     if args.output_dir is not None:
         words += ["--output-dir", args.output_dir]
     words += ["--no-copies"] if args.no_copies else []
-    command, start = shlex.join(words), Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
+    command, start = (
+        args.typed or shlex.join(words),
+        Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH,
+    )
     for warning in (*sourced.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)

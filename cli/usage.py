@@ -11,6 +11,8 @@ import difflib
 import reprlib
 from typing import NoReturn
 
+BAD_USAGE = 2
+"""The exit code of a command with a wrong argument or config."""
 MOST_SEED = 2**32 - 1
 
 

@@ -97,12 +97,14 @@ class Agent:
         memory: Path,
         shared: Path,
         node_credentials: str = "",
+        command_port: int = 0,
         name: str = "",
     ) -> None:
-        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines.
-        `name`: of this machine, where others may keep the cluster too."""
+        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines, which are
+        answered at `command_port`. `name`: of this machine, where others may keep the cluster too."""
         self._name = name
         self._node_credentials = node_credentials
+        self._command_port = command_port
         self._folder = folder
         self._shared = shared
         self._slots = slots
@@ -215,6 +217,7 @@ class Agent:
             credentials=str(self._credentials.root),
             address=self._machines.address,
             node_credentials=self._node_credentials,
+            command_port=self._command_port,
         )
         write_private(self._folder.description, description.to_json())
 
@@ -367,6 +370,7 @@ def main() -> int:
     parser.add_argument("--machines", required=True, help="tidegate.cluster.machines as JSON")
     parser.add_argument("--host-memory-root", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--node-credentials", default="", help="of this machine, for commands of other machines")
+    parser.add_argument("--command-port", type=int, default=0, help="where those are answered; 0: any")
     parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
     parser.add_argument("--cluster", default="", help="a digest of its nodes and machines, to compare with a keeper's")
     args = parser.parse_args()
@@ -390,6 +394,7 @@ def main() -> int:
                     memory=memory,
                     shared=shared,
                     node_credentials=args.node_credentials,
+                    command_port=args.command_port,
                     name=args.keeper or "",
                 )
                 asyncio.run(agent.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -226,6 +227,58 @@ def test_a_killed_agent_loses_nothing_and_the_next_one_goes_on(cluster: Cluster,
     cluster.submit("two", "--force")
     cluster.until("two", state="finished")
     assert cluster.summary("two")["iterations"] == 1
+
+
+def test_a_machine_without_the_jobs_folder_submits_follows_and_looks(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands know the address and a credential alone."""
+    authority = Authority.create(tmp_path / "ca", "lab")
+    for party, name in ((Party.NODE, "a"), (Party.OPERATOR, "me"), (Party.VIEWER, "looks")):
+        authority.issue(Identity("lab", party, name), tmp_path / name)
+    with socket.socket() as probe:
+        probe.bind((address := own_address(), 0))
+        port = probe.getsockname()[1]
+        own = ("--address", address, "--command-port", str(port))
+        refused = cluster.run("up", "n0=4", *own, is_refused=True)
+        assert "--command-port needs --node-credentials too" in refused
+        refused = cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "me"), is_refused=True)
+        assert "is of operator/me of cluster lab, and a machine's is needed" in refused
+        probe.listen()
+        refused = cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"), is_refused=True)
+        assert f"{address}:{port} cannot be used" in refused
+    cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"))
+
+    laptop = tmp_path / "laptop"
+    shutil.copytree(REPOSITORY / "examples" / "own_data", laptop)
+    # Data are not taken along.
+    data = (laptop / "train.jsonl").rename(tmp_path / "train.jsonl")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(laptop))
+    monkeypatch.chdir(laptop)
+    for name in ("me", "looks"):
+        where = ("--keeper", f"a={address}:{port}", "--operator", str(tmp_path / name))
+        assert execute(["context", "add", name, *where]) == 0
+    capsys.readouterr()
+    job = ["job.yaml", "algorithm.iterations=1", f"data.train={data}", "--cluster"]
+    assert execute(["submit", *job, "looks"]) == 1
+    assert "may not call" in capsys.readouterr().err
+    assert execute(["submit", "job.yaml", "--cluster", "me"]) == 2
+    assert "train.jsonl" in capsys.readouterr().err
+
+    assert execute(["submit", *job, "me", "--follow"]) == 0
+    out, said = capsys.readouterr()
+    assert out == "job own-data is queued\n"
+    assert "tidegate: job own-data iteration 0: " in said
+    config = (cluster.output_dir / "own-data" / "config.json").read_text()
+    assert str(cluster.output_dir / ".files") in config
+    assert str(laptop) not in config
+    assert execute(["get", "jobs", "--cluster", "looks", "-o", "json"]) == 0
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["finished"]
+    assert not (laptop / "jobs").exists()
+    cluster.run("down")
+    assert execute(["get", "jobs", "--cluster", "looks"]) == 1
+    told = f"no machine answers as the keeper of this cluster: a: nothing listens at {address}:{port}"
+    assert told in capsys.readouterr().err
 
 
 def own_address() -> str:

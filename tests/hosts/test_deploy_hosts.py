@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -93,6 +94,12 @@ class Site:
         """What a command of the cluster's user says on a machine."""
         command = " ".join(("/opt/tidegate/bin/tidegate", *words, "--output-dir", "/srv/tidegate/jobs"))
         return self.machines[on].said(f"runuser -u tidegate -- {command}")
+
+    def said_here(self, *words: str) -> str:
+        """What a command says on this machine, which has none of the cluster's folders."""
+        command = [f"{sys.prefix}/bin/tidegate", *words]
+        env = {**os.environ, "XDG_CONFIG_HOME": str(self.folder)}
+        return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=True).stdout
 
     @property
     def keeper(self) -> str:
@@ -229,12 +236,17 @@ def assert_nothing_is_left(site: Site, *names: str) -> None:
 def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_first_is_stopped(
     site: Site, want_checksum: str
 ) -> None:
-    two = {"b": {"in_group": "tidegate_keeper"}}
+    two = {"b": {"in_group": "tidegate_keeper"}, "tidegate_command_port": 7401}
     assert min(site.deploy(**two).values()) > 0
     assert site.deploy(**two) == dict.fromkeys(ADDRESSES, 0), "a second run changes nothing"
     first = site.keeper
     site.submit("kept", on=first)
     site.until_saved("kept")
+    site.certs("issue", "operator", "me", "--to", str(site.folder / "me"))
+    keepers = (f"--keeper={name}={ADDRESSES[name]}:7401" for name in "ab")
+    site.said_here("context", "add", "lab", "--operator", str(site.folder / "me"), *keepers)
+    nodes = json.loads(site.said_here("get", "nodes", "--cluster", "lab", "-o", "json"))
+    assert ["keeps" in row["message"] for row in nodes if row["machine"] == first] == [True]
     site.machines[first].said("systemctl stop tidegate-cluster@tidegate")
     while (second := site.keeper) == first:
         time.sleep(LOOK_AGAIN_S)
@@ -242,6 +254,7 @@ def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_f
     # The stop wrote a result, of an interrupted run.
     wait = "runuser -u tidegate -- /opt/tidegate/bin/tidegate wait kept --output-dir /srv/tidegate/jobs"
     site.machines[second].until(wait)
+    assert "finished" in site.said_here("get", "jobs", "kept", "--cluster", "lab")
     assert_all_was_trained_once(site.storage / "jobs" / "kept", site.summary_of("kept"), want_checksum)
     site.deploy(**two)
     assert "stands by" in site.machines[first].said("journalctl -u tidegate-cluster@tidegate | tail -n 3")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ipaddress
 from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -25,7 +26,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tidegate.certs.identity import NotAllowed, NotAuthenticated
+from tidegate.certs.identity import Identity, NotAllowed, NotAuthenticated
 from tidegate.ownership.records import (
     GpuBusy,
     StaleToken,
@@ -52,6 +53,7 @@ chunks.
 ERROR_METADATA = "tidegate-error"
 
 _TOOLS = ("grpc.health.", "grpc.reflection.")
+_CALLER: ContextVar[Identity | None] = ContextVar("who calls", default=None)
 _STATUSES: Statuses = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     NotImplementedError: grpc.StatusCode.UNIMPLEMENTED,  # a generated servicer raises this for a missing method
@@ -87,6 +89,11 @@ class Service:
     descriptor: ServiceDescriptor
     add_to: Callable[[grpc.aio.Server], None]
     statuses: Statuses = field(default_factory=dict)
+
+
+def caller() -> Identity | None:
+    """Who calls the handler that runs. None: a listener without TLS does not know."""
+    return _CALLER.get()
 
 
 class _Health(Protocol):
@@ -233,7 +240,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
 
     async def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._access is not None:
-            self._access.check(method, context.auth_context())
+            _CALLER.set(self._access.check(method, context.auth_context()))
         await _require_deadline(method, context)
 
     async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:

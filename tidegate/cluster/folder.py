@@ -169,7 +169,7 @@ class ClusterFolder:
 class ClusterDescription:
     """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`.
     `address`: where commands of other machines are answered, with the credential in `node_credentials`; empty: they are
-    not."""
+    not. `command_port`: the port there; 0: any."""
 
     slots: Slots
     nats_url: str
@@ -178,6 +178,7 @@ class ClusterDescription:
     credentials: str
     address: str = ""
     node_credentials: str = ""
+    command_port: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -190,6 +191,7 @@ class ClusterDescription:
             slots = Slots.of(typed(dict, fields["slots"], "slots"))
             names = ("nats_url", "redis_url", "agent", "credentials", "address", "node_credentials")
             texts = {name: typed(str, fields[name], name) for name in names}
+            port = typed(int, fields["command_port"], "command_port")
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
-        return cls(slots, **texts)
+        return cls(slots, **texts, command_port=port)

@@ -7,8 +7,12 @@ a reward, the tokenizer and the template are copied, and the config names the co
 folder, because it may import or read what is beside it. A folder that is too large stays where it is, and so do models
 and data. Whether a copy does what the original does, the check of the job tells.
 
+A person may submit from a machine without that storage. Then the files travel with the call, in place of their copies
+(`packed`), and are copied where it arrives (`unpacked`).
+
 Invariants:
 - What is shipped is what was there. [test_shipping: goes_on_with_what_was_there]
+- What travels becomes the copy that would have been made there. [test_shipping: the_same_as_its_copy]
 - Equal files have one copy, which is mended where somebody has changed it. [test_shipping: equal_files_have_one_copy]
   [test_shipping: that_was_changed]
 - A copy stays while a config names it. [test_shipping: that_nobody_names]
@@ -24,11 +28,11 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from tidegate.cluster.folder import ClusterFolder
@@ -46,6 +50,8 @@ MOST_BYTES = 16 * 2**20
 MOST_FILES = 1000
 UNUSED_S = 7 * 24 * 3600.0
 """A copy that no config names goes after that: its job may not be in the queue yet, or in a backup of it."""
+SHIPPED = Path("/tidegate-shipped")
+"""Stands in a config for the folder of the copies, where it travels."""
 _LOCK = "lock"
 
 
@@ -54,13 +60,55 @@ class _Stays(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class File:
     content: bytes
     is_program: bool
 
 
+Files = Mapping[Path, File]
+"""Those of a folder, by their names in it."""
+
+
 def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
     """The config that names copies. `notes` gets a line for each folder: what is copied of it, or why nothing is."""
+    output_dir = Path(config.output_dir)
+    found = _with_copies(config, lambda files: _copy(files, output_dir / NAME), notes)
+    _remove_unused(output_dir)
+    return found
+
+
+def packed(config: JobConfig, *, notes: list[str]) -> tuple[JobConfig, list[Files]]:
+    """The config with `SHIPPED` in place of the copies' folder, and the folders that travel with it. A folder that is
+    not on this machine is the other one's."""
+    travelling: dict[str, Files] = {}
+
+    def take(files: Files) -> Path:
+        digest = _digest(files)
+        travelling[digest] = files
+        return SHIPPED / digest
+
+    return _with_copies(config, take, notes, leaves_absent=True), list(travelling.values())
+
+
+def unpacked(config: str, folders: Iterable[Files], output_dir: Path) -> str:
+    """Makes the copies of what has travelled. Gives the config, as JSON, that names them. ValueError: they are none."""
+    for files in folders:
+        if len(files) > MOST_FILES or sum(len(file.content) for file in files.values()) > MOST_BYTES:
+            raise ValueError(f"a folder of the job has more than {size_text(MOST_BYTES)}, or than {MOST_FILES} files")
+        for name in files:
+            parts = PurePosixPath(name).parts
+            if not parts or name.is_absolute() or ".." in parts:
+                raise ValueError(f"{str(name)!r} is no name of a file in a folder")
+        _copy(files, output_dir / NAME)
+    _remove_unused(output_dir)
+    return config.replace(f"{SHIPPED}/", f"{json.dumps(str(output_dir / NAME))[1:-1]}/")
+
+
+def _with_copies(
+    config: JobConfig, keep: Callable[[Files], Path], notes: list[str], *, leaves_absent: bool = False
+) -> JobConfig:
+    """`keep` gives the folder that the config is to name for these files. OSError. `leaves_absent`: what is not on this
+    machine needs no note."""
     output_dir = Path(config.output_dir)
     values = config.model_dump(mode="json")
 
@@ -71,12 +119,14 @@ def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
             with suppress(OSError), _locked(root):
                 os.utime(root / folder.relative_to(root).parts[0])
             return folder
+        if leaves_absent and not folder.exists():
+            return folder
         try:
             paths = _all(folder, leave=output_dir) if names is None else {Path(name): folder / name for name in names}
             if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES:
                 raise _Stays(f"it has more than {size_text(MOST_BYTES)}")
-            files = {name: _File(path.read_bytes(), os.access(path, os.X_OK)) for name, path in paths.items()}
-            copy = _copy(files, root)
+            files = {name: File(path.read_bytes(), os.access(path, os.X_OK)) for name, path in paths.items()}
+            copy = keep(files)
         except (_Stays, OSError) as why:
             notes.append(f"{key} is not copied, but read when the job starts: {folder}: {why}")
             return folder
@@ -95,7 +145,6 @@ def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
     if config.data is not None and config.data.chat_template not in ("", TOKENIZERS_TEMPLATE):
         file = Path(config.data.chat_template)
         values["data"]["chat_template"] = str(ship("data.chat_template", file.parent, (file.name,)) / file.name)
-    _remove_unused(output_dir)
     return JobConfig.from_json(json.dumps(values))
 
 
@@ -144,12 +193,16 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _copy(files: Mapping[Path, _File], root: Path) -> Path:
-    """The folder of a copy. OSError."""
+def _digest(files: Files) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, file in sorted(files.items()):
         digest.update(os.fsencode(name) + f"\0{file.is_program:d}{len(file.content)}\0".encode() + file.content)
-    own = root / digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _copy(files: Files, root: Path) -> Path:
+    """The folder of a copy. OSError."""
+    own = root / _digest(files)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(root):
         if own.is_dir():
@@ -172,7 +225,7 @@ def _copy(files: Mapping[Path, _File], root: Path) -> Path:
     return own
 
 
-def _has(path: Path, file: _File) -> bool:
+def _has(path: Path, file: File) -> bool:
     try:
         return path.read_bytes() == file.content and bool(path.stat().st_mode & stat.S_IXUSR) is file.is_program
     except OSError:

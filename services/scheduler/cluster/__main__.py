@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import structlog
 
+from services.scheduler.cluster.command_line import command_line
 from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
 from services.scheduler.cluster.job_control import jobs_control
 from services.scheduler.cluster.loop import BEAT_S, ClusterLoop, KeptQueueAway
@@ -73,7 +74,12 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         far = ""
         if cluster.node_credentials:
             for_others = Credentials(Path(cluster.node_credentials))
-            far_server = await serve([served, jobs_control(folder.root.parent)], f"{cluster.address}:0", tls=for_others)
+            output_dir = folder.root.parent
+            far_server = await serve(
+                [served, jobs_control(output_dir), command_line(output_dir)],
+                f"{cluster.address}:{cluster.command_port}",
+                tls=for_others,
+            )
             closing.push_async_callback(lambda: far_server.stop(grace_s=STOP_GRACE_S))
             far = far_server.endpoint
         write_endpoint(

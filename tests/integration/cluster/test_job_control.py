@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,12 @@ import grpc
 import pytest
 
 from services.scheduler.cluster.job_control import jobs_control
+from tests.integration.cluster.lab import Lab, serving
 from tests.unit.cli.schedulers import LeavingScheduler, MovingScheduler, event_row, served
-from tidegate.adapters.grpc_client import Channels
-from tidegate.adapters.grpc_server import serve
-from tidegate.adapters.grpc_tls import Credentials
-from tidegate.certs.authority import Authority
-from tidegate.certs.identity import Identity, Party
+from tidegate.certs.identity import Party
 from tidegate.job import JobFolder
 from tidegate.ports.rpc import PeerRefused
 from tidegate.v1 import control_pb2, control_pb2_grpc
-
-KEEPER = Identity("lab", Party.NODE, "a")
 
 
 class Silent(LeavingScheduler):
@@ -41,39 +35,17 @@ class Silent(LeavingScheduler):
             self.has_left.set()
 
 
-@dataclass
-class Lab:
-    """The keeper's listener for jobs with folders in `jobs`."""
-
-    authority: Authority
-    folder: Path
-    endpoint: str
-
-    def job(self, name: str) -> JobFolder:
-        root = self.folder / "jobs" / name
-        (root / "attempts" / "1" / "logs").mkdir(parents=True, exist_ok=True)
-        return JobFolder(root)
-
+class JobsLab(Lab):
     @asynccontextmanager
     async def calling(self, party: Party, name: str = "me") -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
-        folder = self.folder / f"{party}-{name}"
-        self.authority.issue(Identity("lab", party, name), folder)
-        channels = Channels(default_timeout_s=10.0, tls=Credentials(folder))
-        try:
-            yield control_pb2_grpc.ControlStub(channels.connect(self.endpoint, KEEPER))
-        finally:
-            await channels.close()
+        async with self.channel(party, name) as channel:
+            yield control_pb2_grpc.ControlStub(channel)
 
 
 @pytest.fixture
-async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
-    authority = Authority.create(tmp_path / "ca", "lab")
-    authority.issue(KEEPER, tmp_path / "keeper")
-    (tmp_path / "jobs").mkdir()
-    tls = Credentials(tmp_path / "keeper")
-    server = await serve([jobs_control(tmp_path / "jobs")], "127.0.0.1:0", tls=tls)
-    yield Lab(authority, tmp_path, server.endpoint)
-    await server.stop(grace_s=0.0)
+async def lab(tmp_path: Path) -> AsyncIterator[JobsLab]:
+    async with serving(tmp_path, [jobs_control(tmp_path / "jobs")]) as found:
+        yield JobsLab(found.authority, found.folder, found.endpoint)
 
 
 class Asked(control_pb2_grpc.ControlServicer):
@@ -96,7 +68,7 @@ class Asked(control_pb2_grpc.ControlServicer):
         yield control_pb2.ListEventsResponse() if "Events" in type(request).__name__ else control_pb2.ReadLogsResponse()
 
 
-async def test_every_method_goes_on_to_the_job_that_was_named(lab: Lab) -> None:
+async def test_every_method_goes_on_to_the_job_that_was_named(lab: JobsLab) -> None:
     one, two = Asked(), Asked()  # type: ignore[abstract]
     async with served(lab.job("one"), one), served(lab.job("two"), two), lab.calling(Party.OPERATOR) as control:  # type: ignore[arg-type]
         for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods:
@@ -110,7 +82,7 @@ async def test_every_method_goes_on_to_the_job_that_was_named(lab: Lab) -> None:
     assert not two.jobs
 
 
-async def test_what_a_job_refuses_is_told_as_it_says_it(lab: Lab) -> None:
+async def test_what_a_job_refuses_is_told_as_it_says_it(lab: JobsLab) -> None:
     refusal = (grpc.StatusCode.FAILED_PRECONDITION, "only 2 are free", "ImpossibleSplit")
     moving = MovingScheduler(lab.job("one"), refusal=refusal)
     async with served(lab.job("one"), moving), lab.calling(Party.OPERATOR) as control:
@@ -129,7 +101,7 @@ async def test_what_a_job_refuses_is_told_as_it_says_it(lab: Lab) -> None:
         ("", "INVALID_ARGUMENT", "ValueError", "job"),
     ],
 )
-async def test_a_job_that_does_not_answer_is_told(lab: Lab, name: str, status: str, error: str, told: str) -> None:
+async def test_a_job_that_does_not_answer_is_told(lab: JobsLab, name: str, status: str, error: str, told: str) -> None:
     lab.job("one")
     async with lab.calling(Party.OPERATOR) as control:
         with pytest.raises(PeerRefused, match=told) as refused:
@@ -137,7 +109,7 @@ async def test_a_job_that_does_not_answer_is_told(lab: Lab, name: str, status: s
     assert (refused.value.status, refused.value.error) == (status, error)
 
 
-async def test_a_viewer_and_another_job_may_not_change_it(lab: Lab) -> None:
+async def test_a_viewer_and_another_job_may_not_change_it(lab: JobsLab) -> None:
     job = lab.job("one")
     moving = MovingScheduler(job)
     async with served(job, moving):
@@ -151,7 +123,7 @@ async def test_a_viewer_and_another_job_may_not_change_it(lab: Lab) -> None:
     assert not moving.asked
 
 
-async def test_a_reader_that_leaves_ends_the_stream_of_the_job(lab: Lab) -> None:
+async def test_a_reader_that_leaves_ends_the_stream_of_the_job(lab: JobsLab) -> None:
     job = lab.job("one")
     silent = Silent(job)
     async with served(job, silent):

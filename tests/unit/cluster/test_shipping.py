@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.cli.configs import small
 from tidegate.cluster import shipping
-from tidegate.cluster.shipping import NAME, UNUSED_S, shipped
+from tidegate.cluster.shipping import NAME, SHIPPED, UNUSED_S, File, packed, shipped, unpacked
 from tidegate.config.job_config import JobConfig
 from tidegate.launcher.lineage import changes_of_samples
 from tidegate.tasks.tokenizer import build_tokenizer
@@ -185,3 +185,45 @@ def test_a_folder_that_cannot_be_read_stays_where_it_is(person: Person) -> None:
     config = person.shipped()
     assert person.notes[-1].startswith("data.chat_template is not copied, but read when the job starts: ")
     assert len([*Path(config.rewards[0].import_from).rglob("*.py")]) == 2
+
+
+def test_what_travels_becomes_the_same_as_its_copy(person: Person, tmp_path: Path) -> None:
+    config, folders = packed(person.config("helper.score:score"), notes=person.notes)
+    assert config.rewards[0].import_from is not None
+    assert Path(config.rewards[0].import_from).parent == SHIPPED
+    assert not (person.jobs / NAME).exists()
+    assert [note.partition(":")[0] for note in person.notes] == ["rewards.0", "model.tokenizer", "data.chat_template"]
+
+    there = tmp_path / 'the "other" one'
+    found = JobConfig.from_json(unpacked(config.to_json(), folders, there))
+    here = person.shipped("helper.score:score")
+    for own, other in (
+        (here.rewards[0].import_from, found.rewards[0].import_from),
+        (here.model.tokenizer, found.model.tokenizer),
+        (here.data.chat_template if here.data else "", found.data.chat_template if found.data else ""),
+    ):
+        assert own
+        assert other
+        assert Path(own).relative_to(person.jobs) == Path(other).relative_to(there)
+        assert Path(other).exists()
+
+
+def test_what_is_not_here_is_the_other_machines(person: Person) -> None:
+    absent = person.config(import_from=str(person.mine / "absent"))
+    config, folders = packed(absent, notes=person.notes)
+    assert config.rewards == absent.rewards
+    assert [sorted(map(str, files)) for files in folders] == [["tokenizer_config.json", "words.json"], ["chat.jinja"]]
+    assert not any("rewards" in note for note in person.notes)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "."])
+def test_files_that_would_lie_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a file in a folder"):
+        unpacked("{}", [{Path(name): File(b"", is_program=False)}], tmp_path / "jobs")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_is_too_large_to_travel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "MOST_BYTES", 1)
+    with pytest.raises(ValueError, match="a folder of the job has more than"):
+        unpacked("{}", [{Path("x"): File(b"ab", is_program=False)}], tmp_path / "jobs")

@@ -20,6 +20,7 @@ from tidegate.config.schedule import samples_per_update
 from tidegate.config.sections.job import ClusterSection, JobSections
 from tidegate.device_slots import num_devices
 from tidegate.megatron.packing import TokenCap
+from tidegate.short_lists import first_few
 from tidegate.types import Role, job_id
 
 
@@ -328,7 +329,7 @@ def config_warnings(config: JobSections) -> tuple[str, ...]:
     if idle := _unused_gpus(config):
         warnings.append(
             f"cluster.component_placement leaves {len(idle)} of {len(config.cluster.gpus())} GPUs to no component: "
-            f"{', '.join(idle)}; give them to one, or lower cluster.nodes"
+            f"{first_few(idle, most=8)}; give them to one, or lower cluster.nodes"
         )
     return tuple(warnings)
 
