@@ -14,7 +14,7 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -104,7 +104,7 @@ async def _run(request: Any, context: Context) -> int:
             name: channels.connect(address, Identity(tls.identity.cluster, Party.NODE, name))
             for name, address in context.keepers.items()
         }
-        stub = command_line_pb2_grpc.CommandLineStub(await _keeper(peers, context))
+        stub = command_line_pb2_grpc.CommandLineStub(await _keeper(peers))
         is_looking = isinstance(request, command_line_pb2.RunLookingCommandRequest)
         call: Any = stub.RunLookingCommand if is_looking else stub.RunCommand
         return await _print(call(request, timeout=FOLLOW_TIMEOUT_S))
@@ -116,30 +116,31 @@ async def _run(request: Any, context: Context) -> int:
         await channels.close()
 
 
-async def _keeper(peers: dict[str, Any], context: Context) -> Any:
+async def _keeper(peers: Mapping[str, Any]) -> Any:
     """The channel to the machine that answers. NoCluster: none does."""
-    asked = {name: asyncio.create_task(_asked(channel), name=f"ask {name}") for name, channel in peers.items()}
+    waiting = {asyncio.create_task(_answers(channel), name=f"ask {name}"): name for name, channel in peers.items()}
+    silent: dict[str, str] = {}
     try:
-        for each in asyncio.as_completed(asked.values()):
-            if (found := await each) is not None and not isinstance(found, str):
-                return found
+        while waiting:
+            for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
+                name = waiting.pop(task)
+                try:
+                    task.result()
+                except PeerUnavailable as error:
+                    silent[name] = error.reason
+                else:
+                    return peers[name]
     finally:
-        for task in asked.values():
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*asked.values(), return_exceptions=True)
-    silent = "; ".join(f"{name}: {task.result()}" for name, task in asked.items())
-    raise NoCluster(
-        f"no machine answers as the keeper of this cluster: {silent}. One that stands by takes over in 40 s"
-    )
+        await asyncio.gather(*waiting, return_exceptions=True)
+    told = "; ".join(f"{name}: {silent[name]}" for name in peers)
+    raise NoCluster(f"no machine answers as the keeper of this cluster: {told}. One that stands by takes over in 40 s")
 
 
-async def _asked(channel: Any) -> Any:
-    """The channel, or why nobody answers there."""
-    try:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
-    except PeerUnavailable as error:
-        return error.reason
-    return channel
+async def _answers(channel: Any) -> None:
+    """PeerUnavailable: nobody does there, in a while or at once."""
+    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
 
 
 async def _print(rows: AsyncIterator[Any]) -> int:

@@ -72,8 +72,11 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return code
     except (BadUsage, ConfigError, UnknownJob) as error:
         return _say(error, code=BAD_USAGE)
-    except (PeerRefused, PeerUnavailable) as error:
+    except PeerUnavailable as error:
         return _say(error.reason, code=FAILED)
+    except PeerRefused as refused:
+        # A name that nobody knows there is a wrong word here.
+        return _say(refused.reason, code=BAD_USAGE if refused.status == "NOT_FOUND" else FAILED)
     except (NotRunning, NotMoved, NotRecorded, cluster.NotUp, ValueError) as error:
         return _say(error, code=FAILED)
     except BrokenPipeError:

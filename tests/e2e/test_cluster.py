@@ -275,6 +275,8 @@ def test_a_machine_without_the_jobs_folder_submits_follows_and_looks(
     assert execute(["get", "jobs", "--cluster", "looks", "-o", "json"]) == 0
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["finished"]
     assert not (laptop / "jobs").exists()
+    assert execute(["drain", "n7", "--cluster", "me"]) == 2
+    assert "the cluster has no node 'n7': it has n0" in capsys.readouterr().err
     cluster.run("down")
     assert execute(["get", "jobs", "--cluster", "looks"]) == 1
     told = f"no machine answers as the keeper of this cluster: a: nothing listens at {address}:{port}"
