@@ -286,6 +286,11 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     if keeper is not None:
         answer["keeper"] = keeper.name
         told = f"{keeper.name} ({keeper.address}) keeps the cluster of {output_dir}; {own_name} stands by"
+    if args.command_port:
+        name = Credentials(args.node_credentials).identity.name
+        own = f"{name}={args.address}:{args.command_port}"
+        answer["commands"] = own
+        told += f"\nother machines call it after tidegate context add NAME --keeper {own} --operator FOLDER"
     print(answer_text(answer, told, form))
     return 0
 
@@ -395,7 +400,8 @@ def down(output_dir: Path, form: Form) -> int:
                 raise NotUp(f"the cluster's agent {pid} has not ended within {DOWN_TIMEOUT_S:g} s: see {folder.logs}")
         finally:
             os.close(pidfd)
-    text = f"the cluster of {output_dir} is down; {command_in(output_dir, 'up', 'NODE=SLOTS')} goes on with its queue"
+    again = command_in(output_dir, "up", "NODE=SLOTS")
+    text = f"the cluster of {output_dir} is down; {again}, with the options that it had, goes on with its queue"
     if folder.is_of_several:
         text = (
             f"this machine neither keeps the cluster of {output_dir} nor stands by any more; one that stands by goes on"

@@ -60,11 +60,11 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     """None takes the arguments of this process."""
     try:
         args = _parse(_parser(), arguments)
-        if (far := contexts.far()) is not None:
+        if getattr(args, "far", None) is not None:
             # Import here: most commands call nobody.
             from cli import afar
 
-            code = afar.run(args, sys.argv[1:] if arguments is None else arguments, far)
+            code = afar.run(args, sys.argv[1:] if arguments is None else arguments, args.far)
         else:
             code = _run(args)
         # Flush here, to report a closed pipe or a full disk: at exit that would be a traceback.
@@ -321,7 +321,8 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     submit.add_argument(
         "--no-copies", action="store_true", help="the job reads its small files where they are, when it starts"
     )
-    submit.add_argument("--typed", help=argparse.SUPPRESS)  # by a person on another machine, in place of these words
+    # What was typed, with the job and its files, is on stdin: a person on another machine has sent it.
+    submit.add_argument("--from-afar", action="store_true", help=argparse.SUPPRESS)
     submit.add_argument("-f", "--follow", action="store_true", help="wait for the job's end; exit code 1: not finished")
     wait = command("wait", "Wait until jobs of the cluster have ended. Exit code 1: one has not finished.")
     wait.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs (default: all that have not ended)")

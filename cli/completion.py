@@ -33,7 +33,7 @@ _tidegate() {
 }
 complete -o default -F _tidegate tidegate
 """
-_JOBS = "$(cd \"$jobs\" 2>/dev/null && compgen -d | sed -n '/^[a-z0-9][a-z0-9-]*$/p')"
+_JOBS = '$([ -n "$jobs" ] && cd "$jobs" 2>/dev/null && compgen -d | sed -n \'/^[a-z0-9][a-z0-9-]*$/p\')'
 """`compgen -W` runs a `$(command)` in a word: a folder's name must have none."""
 _CONTEXTS = "$(cd \"$contexts\" 2>/dev/null && compgen -f | sed -n 's/^\\([a-z0-9][a-z0-9-]*\\)\\.yaml$/\\1/p')"
 

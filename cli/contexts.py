@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,8 @@ CLUSTER_VARIABLE = "TIDEGATE_CLUSTER"
 _NAMED: ContextVar[Context | None] = ContextVar("the context that the command line names", default=None)
 COLUMNS = ("context", "output_dir", "keepers", "operator")
 _KEYS = ("output_dir", "keepers", "operator")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+"""A name, or an IPv4 address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,10 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Sets `output_dir` to the folder that the command line means. BadUsage."""
+    """Sets `output_dir` to the folder that the command line means, or `far` to the context whose machines are to be
+    called. BadUsage."""
     _NAMED.set(None)
+    args.far = None
     args.has_output_dir = args.output_dir is not None
     if args.output_dir is None and "context" in args:
         if named := args.context or os.environ.get(CLUSTER_VARIABLE):
@@ -114,18 +119,13 @@ def settle(args: argparse.Namespace) -> None:
             args.context = named
             if found.keepers:
                 _check_command(args.command, named)
+                args.far = found
             else:
                 args.output_dir = str(found.output_dir)
     elif "context" in args and args.context:
         raise BadUsage(f"--cluster {args.context} and --output-dir {args.output_dir}: give one of them")
     if args.output_dir is None:
         args.output_dir = args.usual_output_dir
-
-
-def far() -> Context | None:
-    """The context that the command line names, where the cluster is to be called at its machines."""
-    named = _NAMED.get()
-    return named if named is not None and named.keepers else None
 
 
 def operator_of(output_dir: Path) -> Path | None:
@@ -181,13 +181,15 @@ def context(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         )
     if args.operator is not None:
         _check(args.operator)
+    was_there = path.exists()
     new = Context(None if keepers else output_dir, args.operator and args.operator.resolve(), keepers)
     try:
         new.write(path)
     except OSError as error:
         raise BadUsage(f"context {args.name} cannot be written: {error}") from error
     where = f"that {first_few(keepers, most=4)} may keep" if keepers else f"of {output_dir}"
-    print(answer_text(_row(path), f"--cluster {args.name} stands for the cluster {where}", form))
+    told = f"--cluster {args.name} stands for the cluster {where}{', in place of another' if was_there else ''}"
+    print(answer_text(_row(path), told, form))
     return 0
 
 
@@ -213,7 +215,8 @@ def _check_keeper(name: str, address: str) -> None:
     except BadIdentity as error:
         raise ValueError(f"machine {name!r}: {error}") from error
     host, _, port = address.rpartition(":")
-    if not (host and not set(host) & set("/= ") and port.isdecimal() and 0 < int(port) < 2**16):
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
+    if not (_HOST.fullmatch(host) and is_port):
         raise ValueError(f"{name} answers at {address!r}, which is no HOST:PORT, as in a=10.0.0.7:7401")
 
 

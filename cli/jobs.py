@@ -7,7 +7,9 @@ Invariant: the rows of a live job and of a finished one have the same columns, s
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +22,13 @@ from cli.queue_files import word_of
 from cli.rows import Row, rounded
 from cli.views import failure_text
 from tidegate.codec import decode_layout
-from tidegate.job import JobFolder
+from tidegate.job import CALLED_VARIABLE, JobFolder
 from tidegate.json_text import parse_json
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.lock import launcher_pid
 from tidegate.launcher.outcome import End, Outcome, role_name, without_phase
-from tidegate.types import Token
+from tidegate.types import Token, job_id
 from tidegate.v1 import cluster_pb2, control_pb2, events_pb2
 
 PLACES_ENDED = (-3, -4)
@@ -91,21 +93,31 @@ class JobDescription:
 
 def job_folder(output_dir: Path, job: str) -> JobFolder:
     """UnknownJob, with the names of the existing jobs."""
-    folder = JobFolder(output_dir.resolve() / job)
-    is_here = Path(job).name == job  # not a path to another folder of jobs
+    # Another word may be the path of another folder.
+    folder, is_here = JobFolder(output_dir.resolve() / job), False
+    with suppress(ValueError):
+        job_id(job)
+        is_here = True
     if not (is_here and folder.config.is_file()):
         if is_here and (queued := word_of(folder)) is not None:
             state = f"is {queued.end or queued.state}" + (f" ({queued.message})" if queued.message else "")
             raise UnknownJob(f"job {job} {state}, and has no folder")
         known = ", ".join(found.root.name for found in job_folders(output_dir)) or "none"
-        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}. --output-dir names another folder")
+        raise UnknownJob(f"no job {job!r} in {output_dir}; there: {known}{_elsewhere('. ')}")
     return folder
+
+
+def _elsewhere(before: str) -> str:
+    """What a person may type who meant another folder. A command from afar is about the cluster's alone."""
+    if CALLED_VARIABLE in os.environ:
+        return ""
+    return f"{before}--output-dir names another folder, and --cluster a cluster by its name"
 
 
 def job_folders(output_dir: Path, *, is_needed: bool = True) -> list[JobFolder]:
     """The folders by name. UnknownJob when the output folder does not exist and is needed."""
     if is_needed and not output_dir.is_dir():
-        raise UnknownJob(f"there is no folder {output_dir}, so no jobs: --output-dir names another folder")
+        raise UnknownJob(f"there is no folder {output_dir}, so no jobs{_elsewhere(': ')}")
     return [JobFolder(path.parent.resolve()) for path in sorted(output_dir.glob("*/config.json"))]
 
 

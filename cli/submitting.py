@@ -6,9 +6,10 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cli.cluster_access import NoCluster, cluster_of, refuse_down
@@ -17,10 +18,11 @@ from cli.job_streams import events
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
 from cli.views import iteration_text
+from tidegate.cluster.far_commands import decode_folders
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.shipping import shipped
+from tidegate.cluster.shipping import shipped, unpacked
 from tidegate.config.files import load_sources, sources_of
-from tidegate.config.job_config import ConfigError
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.origins import with_origins
 from tidegate.job import Job, JobFolder, command_in
 from tidegate.launcher.claim import Start
@@ -28,7 +30,7 @@ from tidegate.launcher.control import NotRunning
 from tidegate.launcher.host_memory import node_bytes
 from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.v1 import cluster_pb2, types_pb2
+from tidegate.v1 import cluster_pb2, command_line_pb2, types_pb2
 
 LOOK_AGAIN_S = 0.5
 
@@ -37,27 +39,18 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     """BadUsage, ConfigError, NoCluster."""
     if args.resume and args.force:
         raise BadUsage("--resume needs the files that --force removes: give only one of them")
-    options = {} if args.output_dir is None else {"output_dir": args.output_dir}
-    sourced = load_sources(sources_of(args.config, options))
-    config = sourced.config
-    config = config.model_copy(update={"output_dir": str(Path(config.output_dir).resolve())})
+    source = _from_afar(Path(args.output_dir)) if args.from_afar else _typed(args)
+    config = source.config.model_copy(update={"output_dir": str(Path(source.config.output_dir).resolve())})
     folder = ClusterFolder.of(Path(config.output_dir))
     refuse_down(folder)
-    words = ["tidegate", "submit", *args.config]
-    if args.output_dir is not None:
-        words += ["--output-dir", args.output_dir]
-    words += ["--no-copies"] if args.no_copies else []
-    command, start = (
-        args.typed or shlex.join(words),
-        Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH,
-    )
-    for warning in (*sourced.notes, *config.warnings()):
+    command, start = source.command, Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
+    for warning in (*source.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
     try:
         job = asyncio.run(check_job(request) if args.no_copies else _with_copies(request))
     except ConfigError as error:
-        raise ConfigError(with_origins(str(error), sourced.layer)) from error
+        raise ConfigError(source.told(str(error))) from error
     submission = cluster_pb2.SubmitJobRequest(
         config=job.config.to_json(),
         treatment=start,
@@ -66,6 +59,38 @@ def submit(args: argparse.Namespace, form: Form) -> int:
         node_bytes=node_bytes(job) if _is_counted(Path(config.runtime.host_memory_root)) else 0,
     )
     return asyncio.run(_submit(folder, submission, form, follow=args.follow))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A config, what a person types to submit it again, and what a fault becomes, with the lines that it is of."""
+
+    config: JobConfig
+    command: str
+    notes: Sequence[str] = ()
+    told: Callable[[str], str] = str
+
+
+def _typed(args: argparse.Namespace) -> _Source:
+    """ConfigError."""
+    options = {} if args.output_dir is None else {"output_dir": args.output_dir}
+    sourced = load_sources(sources_of(args.config, options))
+    words = ["tidegate", "submit", *args.config]
+    if args.output_dir is not None:
+        words += ["--output-dir", args.output_dir]
+    words += ["--no-copies"] if args.no_copies else []
+    told = partial(with_origins, layer=sourced.layer)
+    return _Source(sourced.config, shlex.join(words), sourced.notes, told)
+
+
+def _from_afar(output_dir: Path) -> _Source:
+    """What another machine has sent: it is on stdin. ConfigError."""
+    sent = command_line_pb2.FarSubmission.FromString(sys.stdin.buffer.read())
+    try:
+        config = JobConfig.from_json(unpacked(sent.config, decode_folders(sent.folders), output_dir))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the job cannot be taken as it was sent: {error}") from error
+    return _Source(config.model_copy(update={"output_dir": str(output_dir)}), sent.typed)
 
 
 async def _with_copies(request: RunRequest) -> Job:

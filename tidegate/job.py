@@ -37,6 +37,8 @@ MAX_VOCAB_SIZE = 1 << 20
 """The limit that tells a wrong file from a tokenizer. The largest tokenizers in use have about 262,000 ids."""
 CALLED_VARIABLE = "TIDEGATE_CALLED_CLUSTER"
 """In the environment of a command that another machine has asked for: how its person calls the cluster."""
+_TYPED_HERE = ("up", "down", "backup", "restore")
+"""The commands of a cluster that no other machine may ask for."""
 _NUM_PROMPTS_CHECKED = 256
 """How many prompts of the endless list are checked when a job is made, which takes milliseconds.
 
@@ -349,7 +351,8 @@ def _check_lengths(job: Job, texts: Sequence[str], *, max_new_tokens: int, key: 
 
 def command_in(output_dir: Path, verb: str, *words: str) -> str:
     """`tidegate VERB WORDS` for the jobs of a folder, as it works where a person has typed what this process does."""
-    if called := os.environ.get(CALLED_VARIABLE):
+    called = os.environ.get(CALLED_VARIABLE)
+    if called and verb not in _TYPED_HERE:
         return shlex.join(["tidegate", verb, *words, "--cluster", called])
     elsewhere = [] if output_dir == Path(OUTPUT_DIR).resolve() else ["--output-dir", str(output_dir)]
     return shlex.join(["tidegate", verb, *words, *elsewhere])

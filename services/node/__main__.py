@@ -206,6 +206,7 @@ class Agent:
             log_path=self._folder.logs / f"{name}.out",
             env=service_env(self._slots.device),
             max_restarts=_MAX_RESTARTS,
+            stays=True,
         )
 
     def _describe(self, endpoint: str) -> None:

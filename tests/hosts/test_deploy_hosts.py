@@ -307,7 +307,12 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
     assert (site.storage / "jobs" / "first" / "result.json").exists()
 
     # A cluster of one machine, by a user who becomes root.
-    by_carol = {"names": ("a",), "ansible_user": "carol", "ansible_become": True}
+    by_carol = {"names": ("a",), "ansible_user": "carol", "ansible_become": True, "tidegate_command_port": 7401}
     assert min(site.deploy(**by_carol).values()) > 0
     assert site.deploy(**by_carol) == {"a": 0}
-    assert [row["node"] for row in json.loads(site.tidegate("get", "nodes", "-o", "json"))] == ["n0"]
+    site.certs("issue", "viewer", "looks", "--to", str(site.folder / "looks"))
+    keeper = f"--keeper=a={ADDRESSES['a']}:7401"
+    site.said_here("context", "add", "one", "--operator", str(site.folder / "looks"), keeper)
+    assert [row["node"] for row in json.loads(site.said_here("get", "nodes", "--cluster", "one", "-o", "json"))] == [
+        "n0"
+    ]

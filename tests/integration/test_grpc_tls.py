@@ -146,7 +146,7 @@ async def test_a_caller_does_not_talk_to_a_server_that_is_not_who_it_wants(lab: 
     async with lab.calling(lab.credential(SCHEDULER), peer=Identity("lab", Party.JOB, "other")) as stub:
         with pytest.raises(PeerUnavailable) as refused:
             await stub.GateReport(instance_pb2.GateReportRequest())
-    assert "has another one's certificate, or one of another authority" in refused.value.reason
+    assert "has another one's certificate" in refused.value.reason
     channels = Channels(default_timeout_s=PATIENCE_S, tls=Credentials(lab.credential(SCHEDULER)))
     with pytest.raises(ValueError, match=r"say who has to answer at 127\.0\.0\.1"):
         channels.connect(lab.server.endpoint)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES
+from tidegate.adapters.grpc_server import ERROR_METADATA, MAX_MESSAGE_BYTES, keepalive
 from tidegate.certs.identity import Identity
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 
@@ -31,8 +31,12 @@ Continue = Callable[[Any, Any], Any]
 class Channels:
     """The channels of one process. Event loops must not share them."""
 
-    def __init__(self, *, default_timeout_s: float, tls: Credentials | None = None) -> None:
+    def __init__(
+        self, *, default_timeout_s: float, tls: Credentials | None = None, keepalive_s: float | None = None
+    ) -> None:
+        """`keepalive_s`: a peer that says nothing for longer is asked whether it is there. None: never."""
         self._default_timeout_s = default_timeout_s
+        self._keepalive = [] if keepalive_s is None else keepalive(keepalive_s)
         self._tls = tls
         self._channels: dict[tuple[str, Identity | None], grpc.aio.Channel] = {}
 
@@ -52,6 +56,7 @@ class Channels:
 
     def _open(self, endpoint: str, peer: Identity | None) -> grpc.aio.Channel:
         options: list[tuple[str, Any]] = [
+            *self._keepalive,
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
@@ -90,20 +95,26 @@ class _Calls:
         if failure.code() in _NO_ANSWER:
             silence = f"gave no answer within {details.timeout:g} s"
             # With the name of an error it is the server's own text: another one did not answer the server.
-            words = reason if errors else _reason(self._endpoint, reason, silence)
+            is_late = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            words = reason if errors else f"{self._endpoint} {silence}" if is_late else _broken(self._endpoint, reason)
             return PeerUnavailable(f"{what} {silence} ({status}: {reason})", reason=words)
         return PeerRefused(f"{what}: {reason}", reason=reason, status=status, error=errors[0] if errors else "")
 
 
-def _reason(endpoint: str, told: str, silence: str) -> str:
-    """What gRPC told of a call without an answer, in words for people."""
-    if "Connection refused" in told:
-        return f"nothing listens at {endpoint}"
-    if any(words in told for words in ("No route to host", "unreachable", "Connection timed out")):
-        return f"{endpoint} cannot be reached"
-    if "SSL_ERROR_SSL" in told or "Hostname Verification" in told:
-        return f"who listens at {endpoint} has another one's certificate, or one of another authority"
-    return f"{endpoint} {silence}"
+_BROKEN = (
+    (("Connection refused",), "nothing listens at {}"),
+    (("hostname lookup", "Domain name not found"), "{} has the name of no host"),
+    (("Hostname Verification",), "who listens at {} has another one's certificate"),
+    (("WRONG_VERSION_NUMBER",), "who listens at {} speaks no TLS: it is another program"),
+    (("SSL_ERROR_SSL",), "who listens at {} has a certificate of another authority than ours"),
+    (("No route to host", "unreachable", "timed out", "failed to connect"), "{} cannot be reached"),
+)
+"""What gRPC tells of a call without an answer, in words for people: the first that fit."""
+
+
+def _broken(endpoint: str, told: str) -> str:
+    fitting = (words for parts, words in _BROKEN if any(part in told for part in parts))
+    return next(fitting, "the connection to {} broke").format(endpoint)
 
 
 class _UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # no generic at run time

@@ -8,14 +8,17 @@ Invariants:
 - A handler's exception becomes a status with its message. An exception without a status of its own becomes INTERNAL and
   is logged. The exception's name travels as trailing metadata, so that the caller can distinguish refusals.
   [test_grpc: handlers_exception_reaches_the_caller]
+- A stream that people read says nothing more to one whose credential was revoked or has ended.
+  [test_command_line: whose_credential_was_revoked]
 - Two listeners never share a port. [test_grpc: taken_port_is_refused]
 """
 
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections import ChainMap
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -51,6 +54,8 @@ on another node carries the same and its wrapping. A smaller limit would refuse 
 chunks.
 """
 ERROR_METADATA = "tidegate-error"
+CHECKED_AGAIN_S = 10.0
+"""Before what a stream of `Service.for_people` says after that time, its caller's credential is looked at again."""
 
 _TOOLS = ("grpc.health.", "grpc.reflection.")
 _CALLER: ContextVar[Identity | None] = ContextVar("who calls", default=None)
@@ -84,16 +89,29 @@ Statuses = Mapping[type[Exception], grpc.StatusCode]
 class Service:
     """One service to serve: its descriptor, and the generated `add_XServicer_to_server` bound to the servicer.
 
-    `statuses` are those of the refusals that are its own. A subclass has the status of its class."""
+    `statuses` are those of the refusals that are its own. A subclass has the status of its class. `for_people`: its
+    streams end with their reader's credential. Those of processes go on: a job runs for longer than one counts."""
 
     descriptor: ServiceDescriptor
     add_to: Callable[[grpc.aio.Server], None]
     statuses: Statuses = field(default_factory=dict)
+    for_people: bool = False
 
 
 def caller() -> Identity | None:
     """Who calls the handler that runs. None: a listener without TLS does not know."""
     return _CALLER.get()
+
+
+def keepalive(after_s: float) -> list[tuple[str, Any]]:
+    """Options of a channel or a server: a peer is asked after that time of silence, and has the same time to answer."""
+    return [
+        ("grpc.keepalive_time_ms", round(1000 * after_s)),
+        ("grpc.keepalive_timeout_ms", round(1000 * after_s)),
+        ("grpc.http2.max_pings_without_data", 0),
+        # The peer asks as often.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(500 * after_s)),
+    ]
 
 
 class _Health(Protocol):
@@ -128,8 +146,10 @@ async def serve(
     *,
     tls: Credentials | None = None,
     allow_insecure_remote: bool = False,
+    keepalive_s: float | None = None,
 ) -> RpcServer:
-    """Serves on `<host>:<port>`. Port 0 takes a free one. ValueError for an address that is forbidden or unusable."""
+    """Serves on `<host>:<port>`. Port 0 takes a free one. ValueError for an address that is forbidden or unusable.
+    `keepalive_s`: a caller that says nothing for longer is asked whether it is there. None: after two hours."""
     host, port = _split(address)
     if tls is None and not allow_insecure_remote and not _is_loopback(host):
         raise ValueError(
@@ -139,11 +159,12 @@ async def serve(
     access = None if tls is None else tls.access([service.descriptor for service in services])
     statuses = ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES))
     server = grpc.aio.server(
-        interceptors=[_Guard(statuses, access)],
+        interceptors=[_Guard(statuses, access, checked_again=_methods(each for each in services if each.for_people))],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
+            *([] if keepalive_s is None else keepalive(keepalive_s)),
         ],
     )
     health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]  # see _Health
@@ -157,6 +178,11 @@ async def serve(
     bound = _bind(server, f"{host}:{port}", None if tls is None else tls.for_server())
     await server.start()
     return RpcServer(server, health_service, f"{host}:{bound}")
+
+
+def _methods(services: Iterable[Service]) -> frozenset[str]:
+    found = (each.descriptor for each in services)
+    return frozenset(f"/{each.full_name}/{method.name}" for each in found for method in each.methods)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -189,9 +215,11 @@ def _is_loopback(host: str) -> bool:
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic at run time
     """Runs before every handler: no call that is not allowed or has no deadline, no exception without a status."""
 
-    def __init__(self, statuses: Statuses, access: Access | None) -> None:
+    def __init__(self, statuses: Statuses, access: Access | None, *, checked_again: Collection[str]) -> None:
+        """`checked_again`: the methods whose streams end with their reader's credential."""
         self._statuses = statuses
         self._access = access
+        self._checked_again = checked_again
         self._log = structlog.get_logger("tidegate.grpc")
 
     async def intercept_service(
@@ -229,7 +257,11 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
                 await self._admit(method, context)
+                checked_s = time.monotonic()
                 async for response in behaviour(request, context):
+                    if method in self._checked_again and time.monotonic() - checked_s > CHECKED_AGAIN_S:
+                        self._check(method, context, has_begun_earlier=True)
+                        checked_s = time.monotonic()
                     yield response
             except grpc.aio.AbortError:
                 raise
@@ -239,9 +271,16 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
         return stream
 
     async def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._access is not None:
-            _CALLER.set(self._access.check(method, context.auth_context()))
+        self._check(method, context)
         await _require_deadline(method, context)
+
+    def _check(
+        self, method: str, context: grpc.aio.ServicerContext[Any, Any], *, has_begun_earlier: bool = False
+    ) -> None:
+        """NotAuthenticated or NotAllowed."""
+        if self._access is not None:
+            own = context.auth_context()
+            _CALLER.set(self._access.check(method, own, has_begun_earlier=has_begun_earlier))
 
     async def _refuse(self, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
         known = next((kind for kind in type(error).__mro__ if kind in self._statuses), None)

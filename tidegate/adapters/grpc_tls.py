@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -99,10 +100,11 @@ class Access:
         """By method. Calls that no method of a known service answers are counted under ""."""
         self._log = structlog.get_logger("tidegate.tls")
 
-    def check(self, method: str, context: AuthContext) -> Identity:
-        """Who calls. NotAuthenticated or NotAllowed; both are logged and counted."""
+    def check(self, method: str, context: AuthContext, *, has_begun_earlier: bool = False) -> Identity:
+        """Who calls. NotAuthenticated or NotAllowed; both are logged and counted. `has_begun_earlier`: the call has, so
+        that its certificate may have ended since TLS looked at it."""
         try:
-            caller = self._caller(context)
+            caller = self._caller(context, has_begun_earlier=has_begun_earlier)
             self._check_party(method, caller)
         except (NotAuthenticated, NotAllowed) as refused:
             self.num_refused[method if method in self._callers else ""] += 1
@@ -110,14 +112,16 @@ class Access:
             raise
         return caller
 
-    def _caller(self, context: AuthContext) -> Identity:
+    def _caller(self, context: AuthContext, *, has_begun_earlier: bool) -> Identity:
         (pem,) = context.get("x509_pem_cert", ()) or (b"",)
         if not pem:
             raise NotAuthenticated("the call has no certificate: give a credential of tidegate certs issue")
-        serial, uris = _read(pem)
+        serial, uris, ends = _read(pem)
         own = self._credentials.now()
         if serial in own.revoked:
             raise NotAuthenticated(f"the certificate {serial:x} is revoked: issue the credential again")
+        if has_begun_earlier and ends < datetime.now(UTC):
+            raise NotAuthenticated(f"the certificate {serial:x} has ended: issue the credential again")
         try:
             (uri,) = uris
             caller = Identity.parse(uri)
@@ -144,11 +148,12 @@ def callers_of(service: ServiceDescriptor, method: str) -> frozenset[Party]:
 
 
 @lru_cache(maxsize=1024)
-def _read(pem: bytes) -> tuple[int, tuple[str, ...]]:
-    """The serial number and the URIs of a certificate that TLS has checked."""
+def _read(pem: bytes) -> tuple[int, tuple[str, ...], datetime]:
+    """The serial number, the URIs and the end of a certificate that TLS has checked."""
     cert = x509.load_pem_x509_certificate(pem)
     try:
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        return cert.serial_number, ()
-    return cert.serial_number, tuple(names.get_values_for_type(x509.UniformResourceIdentifier))
+        return cert.serial_number, (), cert.not_valid_after_utc
+    uris = tuple(names.get_values_for_type(x509.UniformResourceIdentifier))
+    return cert.serial_number, uris, cert.not_valid_after_utc

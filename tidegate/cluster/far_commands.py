@@ -17,6 +17,10 @@ SUBMIT = "submit"
 CHANGING = frozenset({SUBMIT, "cancel", "pause", "drain", "scale", "migrate", "deadletter", "prune"})
 
 
+KEEPALIVE_S = 20.0
+"""A side that says nothing for longer is asked, and after as long again it is gone."""
+
+
 def encode_folders(folders: Iterable[Files]) -> list[command_line_pb2.ShippedFolder]:
     return [
         command_line_pb2.ShippedFolder(

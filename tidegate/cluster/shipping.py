@@ -36,7 +36,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.config.job_config import JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.sections.data import TOKENIZERS_TEMPLATE, RewardName
 from tidegate.huggingface.checkpoint import TOKENIZER
 from tidegate.launcher.claim import sync_folder
@@ -79,7 +79,7 @@ def shipped(config: JobConfig, *, notes: list[str]) -> JobConfig:
 
 def packed(config: JobConfig, *, notes: list[str]) -> tuple[JobConfig, list[Files]]:
     """The config with `SHIPPED` in place of the copies' folder, and the folders that travel with it. A folder that is
-    not on this machine is the other one's."""
+    not on this machine is the other one's. ConfigError for one that is here and cannot travel."""
     travelling: dict[str, Files] = {}
 
     def take(files: Files) -> Path:
@@ -87,7 +87,7 @@ def packed(config: JobConfig, *, notes: list[str]) -> tuple[JobConfig, list[File
         travelling[digest] = files
         return SHIPPED / digest
 
-    return _with_copies(config, take, notes, leaves_absent=True), list(travelling.values())
+    return _with_copies(config, take, notes, travels=True), list(travelling.values())
 
 
 def unpacked(config: str, folders: Iterable[Files], output_dir: Path) -> str:
@@ -105,10 +105,10 @@ def unpacked(config: str, folders: Iterable[Files], output_dir: Path) -> str:
 
 
 def _with_copies(
-    config: JobConfig, keep: Callable[[Files], Path], notes: list[str], *, leaves_absent: bool = False
+    config: JobConfig, keep: Callable[[Files], Path], notes: list[str], *, travels: bool = False
 ) -> JobConfig:
-    """`keep` gives the folder that the config is to name for these files. OSError. `leaves_absent`: what is not on this
-    machine needs no note."""
+    """`keep` gives the folder that the config is to name for these files. OSError. `travels`: what stays on this
+    machine is not where the job reads it."""
     output_dir = Path(config.output_dir)
     values = config.model_dump(mode="json")
 
@@ -119,7 +119,7 @@ def _with_copies(
             with suppress(OSError), _locked(root):
                 os.utime(root / folder.relative_to(root).parts[0])
             return folder
-        if leaves_absent and not folder.exists():
+        if travels and not (folder if names is None else folder / next(iter(names))).exists():
             return folder
         try:
             paths = _all(folder, leave=output_dir) if names is None else {Path(name): folder / name for name in names}
@@ -128,6 +128,11 @@ def _with_copies(
             files = {name: File(path.read_bytes(), os.access(path, os.X_OK)) for name, path in paths.items()}
             copy = keep(files)
         except (_Stays, OSError) as why:
+            if travels:
+                raise ConfigError(
+                    f"{key}: {folder} cannot travel with the job: {why}; put it on the storage of the cluster, and "
+                    "name that path"
+                ) from why
             notes.append(f"{key} is not copied, but read when the job starts: {folder}: {why}")
             return folder
         num_bytes = sum(len(file.content) for file in files.values())
@@ -212,15 +217,19 @@ def _copy(files: Files, root: Path) -> Path:
             _remove(own)
         partial = root / f".{secrets.token_hex(8)}"
         partial.mkdir(mode=0o700)
-        for name, file in files.items():
-            path = partial / name
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with path.open("xb") as stream:
-                stream.write(file.content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            path.chmod(0o500 if file.is_program else 0o400)
-        partial.rename(own)
+        try:
+            for name, file in files.items():
+                path = partial / name
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with path.open("xb") as stream:
+                    stream.write(file.content)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                path.chmod(0o500 if file.is_program else 0o400)
+            partial.rename(own)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         sync_folder(root)
     return own
 

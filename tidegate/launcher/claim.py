@@ -214,7 +214,7 @@ def _refuse_occupied(folder: JobFolder, fresh_command: str, resume_command: str)
         return
     name, where = folder.root.name, folder.root
     if _has_finished(folder):
-        state, goes_on = "has finished", f"train on with more algorithm.iterations ({resume_command})"
+        state, goes_on = "has finished", f"train on by {resume_command}, with more algorithm.iterations"
     else:
         state, goes_on = "was started before", f"go on with it ({resume_command})"
     raise CannotStart(

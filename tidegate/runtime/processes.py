@@ -12,8 +12,8 @@ Invariants:
 - A service that ends is restarted at most `max_restarts` times in `restart_window_s`, later each time. One that fails
   by itself within that time of its start has failed in a row, however long each start took.
   [test_processes: later_each_time_until_its_budget] [test_processes: that_fails_slowly_is_given_up_too]
-- A service that leaves with status 0 is not restarted, nor one that says by `ENDS_AGAIN` that it would not help.
-  [test_processes: a_service_that_leaves]
+- A service that leaves with status 0 is not restarted, unless it has to stay (`stays`), nor one that says by
+  `ENDS_AGAIN` that it would not help. [test_processes: a_service_that_leaves] [test_processes: that_has_to_stay]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 """
 
@@ -42,13 +42,15 @@ _MOST_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """`command[0]` is an absolute path. `env` is added to the launcher's environment."""
+    """`command[0]` is an absolute path. `env` is added to the launcher's environment. `stays`: it never leaves by
+    itself, so that an end with status 0 is somebody's mistake."""
 
     name: str
     command: tuple[str, ...]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    stays: bool = False
     restart_window_s: float = 60.0
     first_backoff_s: float = 0.25
     stop_timeout_s: float = 10.0
@@ -196,8 +198,8 @@ class _Service:
         while self._restarts and self._restarts[0] < now - window_s and not has_failed_at_start:
             self._restarts.popleft()
         num_restarts = len(self._restarts)
-        stays_away = exit_status in (0, ENDS_AGAIN) or num_restarts >= self._spec.max_restarts
-        if self._stopping.is_set() or stays_away:
+        has_left = exit_status == ENDS_AGAIN or (exit_status == 0 and not self._spec.stays)
+        if self._stopping.is_set() or has_left or num_restarts >= self._spec.max_restarts:
             return None
         self._restarts.append(now)
         first_s = self._spec.first_backoff_s

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tidegate.v1 import access_pb2 as tidegate_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etidegate/v1/command_line.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\"M\n\x0c\x43ommandWords\x12\r\n\x05words\x18\x01 \x03(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\"J\n\rCommandOutput\x12\r\n\x03out\x18\x01 \x01(\x0cH\x00\x12\r\n\x03\x65rr\x18\x02 \x01(\x0cH\x00\x12\x13\n\texit_code\x18\x03 \x01(\x05H\x00\x42\x06\n\x04\x62ody\"o\n\x11RunCommandRequest\x12*\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.CommandWords\x12.\n\nsubmission\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.FarSubmission\"@\n\x12RunCommandResponse\x12*\n\x06output\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandOutput\"F\n\x18RunLookingCommandRequest\x12*\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.CommandWords\"G\n\x19RunLookingCommandResponse\x12*\n\x06output\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandOutput\"[\n\rFarSubmission\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12+\n\x07\x66olders\x18\x02 \x03(\x0b\x32\x1a.tidegate.v1.ShippedFolder\x12\r\n\x05typed\x18\x03 \x01(\t\"8\n\rShippedFolder\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.tidegate.v1.ShippedFile\"@\n\x0bShippedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x12\n\nis_program\x18\x03 \x01(\x08\x32\xd3\x01\n\x0b\x43ommandLine\x12V\n\nRunCommand\x12\x1e.tidegate.v1.RunCommandRequest\x1a\x1f.tidegate.v1.RunCommandResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12l\n\x11RunLookingCommand\x12%.tidegate.v1.RunLookingCommandRequest\x1a&.tidegate.v1.RunLookingCommandResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etidegate/v1/command_line.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\"M\n\x0c\x43ommandWords\x12\r\n\x05words\x18\x01 \x03(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\"J\n\rCommandOutput\x12\r\n\x03out\x18\x01 \x01(\x0cH\x00\x12\r\n\x03\x65rr\x18\x02 \x01(\x0cH\x00\x12\x13\n\texit_code\x18\x03 \x01(\x05H\x00\x42\x06\n\x04\x62ody\"o\n\x11RunCommandRequest\x12*\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.CommandWords\x12.\n\nsubmission\x18\x02 \x01(\x0b\x32\x1a.tidegate.v1.FarSubmission\"@\n\x12RunCommandResponse\x12*\n\x06output\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandOutput\"F\n\x18RunLookingCommandRequest\x12*\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.CommandWords\"G\n\x19RunLookingCommandResponse\x12*\n\x06output\x18\x01 \x01(\x0b\x32\x1a.tidegate.v1.CommandOutput\"h\n\rFarSubmission\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12+\n\x07\x66olders\x18\x02 \x03(\x0b\x32\x1a.tidegate.v1.ShippedFolder\x12\r\n\x05typed\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\"8\n\rShippedFolder\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.tidegate.v1.ShippedFile\"@\n\x0bShippedFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x12\n\nis_program\x18\x03 \x01(\x08\x32\xd3\x01\n\x0b\x43ommandLine\x12V\n\nRunCommand\x12\x1e.tidegate.v1.RunCommandRequest\x1a\x1f.tidegate.v1.RunCommandResponse\"\x05\xa2\xbb\x18\x01\x04\x30\x01\x12l\n\x11RunLookingCommand\x12%.tidegate.v1.RunLookingCommandRequest\x1a&.tidegate.v1.RunLookingCommandResponse\"\x06\xa2\xbb\x18\x02\x04\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,11 +49,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNLOOKINGCOMMANDRESPONSE']._serialized_start=479
   _globals['_RUNLOOKINGCOMMANDRESPONSE']._serialized_end=550
   _globals['_FARSUBMISSION']._serialized_start=552
-  _globals['_FARSUBMISSION']._serialized_end=643
-  _globals['_SHIPPEDFOLDER']._serialized_start=645
-  _globals['_SHIPPEDFOLDER']._serialized_end=701
-  _globals['_SHIPPEDFILE']._serialized_start=703
-  _globals['_SHIPPEDFILE']._serialized_end=767
-  _globals['_COMMANDLINE']._serialized_start=770
-  _globals['_COMMANDLINE']._serialized_end=981
+  _globals['_FARSUBMISSION']._serialized_end=656
+  _globals['_SHIPPEDFOLDER']._serialized_start=658
+  _globals['_SHIPPEDFOLDER']._serialized_end=714
+  _globals['_SHIPPEDFILE']._serialized_start=716
+  _globals['_SHIPPEDFILE']._serialized_end=780
+  _globals['_COMMANDLINE']._serialized_start=783
+  _globals['_COMMANDLINE']._serialized_end=994
 # @@protoc_insertion_point(module_scope)

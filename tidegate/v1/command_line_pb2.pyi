@@ -172,12 +172,15 @@ class FarSubmission(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     FOLDERS_FIELD_NUMBER: _builtins.int
     TYPED_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     config: _builtins.str
     """The resolved config, as JSON. Where it names a shipped folder, it has `tidegate.cluster.shipping.SHIPPED` and the
     folder's digest.
     """
     typed: _builtins.str
     """What a person types to submit it again."""
+    job: _builtins.str
+    """The job's name, for the log."""
     @_builtins.property
     def folders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShippedFolder]: ...
     def __init__(
@@ -186,10 +189,11 @@ class FarSubmission(_message.Message):
         config: _builtins.str = ...,
         folders: _abc.Iterable[Global___ShippedFolder] | None = ...,
         typed: _builtins.str = ...,
+        job: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "folders", b"folders", "typed", b"typed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "folders", b"folders", "job", b"job", "typed", b"typed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import os
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
 import structlog
 
-from services.scheduler.cluster.command_line import command_line
+from services.scheduler.cluster.command_line import CommandLineServicer
 from services.scheduler.cluster.control import ClusterServicer, UnknownNode, UnknownSubmission
 from services.scheduler.cluster.job_control import jobs_control
 from services.scheduler.cluster.loop import BEAT_S, ClusterLoop, KeptQueueAway
@@ -21,8 +23,10 @@ from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import AGENT, ClusterCredentials
+from tidegate.cluster.far_commands import KEEPALIVE_S
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
 from tidegate.cluster.kept_queue import KeptQueue
 from tidegate.logs import configure_logging
@@ -34,6 +38,7 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "cluster"
 CALL_TIMEOUT_S = 10.0
+TRY_AGAIN_S = 5.0
 
 
 async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
@@ -71,26 +76,54 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         )
         server = await serve([served], f"{LOOPBACK}:0", tls=tls)
         closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
-        far = ""
-        if cluster.node_credentials:
-            for_others = Credentials(Path(cluster.node_credentials))
-            output_dir = folder.root.parent
-            far_server = await serve(
-                [served, jobs_control(output_dir), command_line(output_dir)],
-                f"{cluster.address}:{cluster.command_port}",
-                tls=for_others,
-            )
-            closing.push_async_callback(lambda: far_server.stop(grace_s=STOP_GRACE_S))
-            far = far_server.endpoint
-        write_endpoint(
+        write = partial(
+            write_endpoint,
             folder.endpoint,
             endpoint=server.endpoint,
             pid=os.getpid(),
             credential=credentials.of(Party.OPERATOR),
-            far=far,
         )
+        others = partial(_serve_others, folder.root.parent, cluster, served, closing)
+        far = await others()
+        write(far=far or "")
         structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, pid=os.getpid())
-        await loop.run(stopping)
+        trying = asyncio.create_task(_until_served(others, write) if far is None else asyncio.sleep(0))
+        try:
+            await loop.run(stopping)
+        finally:
+            trying.cancel()
+            await asyncio.gather(trying, return_exceptions=True)
+
+
+async def _serve_others(
+    output_dir: Path, cluster: ClusterDescription, queue: Service, closing: contextlib.AsyncExitStack
+) -> str | None:
+    """Where other machines are answered; empty: they are not to be. None: something else has the port now, or the
+    credential cannot be read. The cluster goes on without."""
+    if not cluster.node_credentials:
+        return ""
+    commands = CommandLineServicer(output_dir)
+    try:
+        server = await serve(
+            [queue, jobs_control(output_dir), commands.service()],
+            f"{cluster.address}:{cluster.command_port}",
+            tls=Credentials(Path(cluster.node_credentials)),
+            keepalive_s=KEEPALIVE_S,
+        )
+    except (ValueError, CertsError) as error:
+        structlog.get_logger(SOURCE).error("cannot answer other machines", error=str(error))
+        return None
+    closing.push_async_callback(commands.aclose)
+    closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
+    return server.endpoint
+
+
+async def _until_served(others: Callable[[], Awaitable[str | None]], write: Callable[..., None]) -> None:
+    far = None
+    while far is None:
+        await asyncio.sleep(TRY_AGAIN_S)  # nothing tells that a port is free
+        far = await others()
+    write(far=far)
 
 
 def main() -> None:

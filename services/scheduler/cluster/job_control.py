@@ -67,4 +67,4 @@ def jobs_control(output_dir: Path) -> Service:
         pass_on = servicer.pass_on_stream if method.server_streaming else servicer.pass_on
         setattr(servicer, method.name, partial(pass_on, method.name))
     add = partial(control_pb2_grpc.add_ControlServicer_to_server, servicer)
-    return Service(_CONTROL, add, {NotRunning: grpc.StatusCode.NOT_FOUND})
+    return Service(_CONTROL, add, {NotRunning: grpc.StatusCode.NOT_FOUND}, for_people=True)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import yaml
 
 from cli.afar import _without_context
-from cli.command import execute
-from services.scheduler.cluster.command_line import command_line
+from cli.command import _parser, execute
+from services.scheduler.cluster.command_line import CommandLineServicer
 from tests.integration.cluster.lab import Lab, serving
 from tests.unit.cli.configs import small
+from tidegate.adapters.grpc_server import Service
 from tidegate.certs.identity import Party
 from tidegate.tasks.tokenizer import build_tokenizer
+from tidegate.v1 import command_line_pb2, command_line_pb2_grpc
 
 
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
+@pytest.fixture(autouse=True)
+def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "laptop").mkdir()
     monkeypatch.chdir(tmp_path / "laptop")
-    async with serving(tmp_path, [command_line(tmp_path / "jobs")]) as found:
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    commands = CommandLineServicer(tmp_path / "jobs")
+    async with serving(tmp_path, [commands.service()]) as found:
         yield found
+    await commands.aclose()
 
 
 async def typed(*words: str) -> int:
@@ -42,11 +54,9 @@ async def test_a_command_prints_as_if_it_were_typed_there(lab: Lab, capfd: pytes
     assert await typed("get", "jobs", "--cluster", "lab") == 0
     assert capfd.readouterr().out.splitlines()[-1] == f"no jobs in {lab.jobs}"  # after the keeper's log
     assert await typed("describe", "none", "--cluster=lab") == 2
-    assert capfd.readouterr().err == (
-        f"tidegate: no job 'none' in {lab.jobs}; there: none. --output-dir names another folder\n"
-    )
-    assert await typed("cancel", "none", "--cluster", "lab") == 1
-    assert "may not call" in capfd.readouterr().err
+    assert capfd.readouterr().err == (f"tidegate: no job 'none' in {lab.jobs}; there: none\n")
+    assert await typed("cancel", "none", "--cluster", "lab") == 2
+    assert "cancel needs an operator's credential: that of context lab is of viewer/me" in capfd.readouterr().err
 
 
 async def test_whoever_keeps_it_is_called(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,11 +86,72 @@ async def test_a_job_travels_with_its_files(lab: Lab, capfd: pytest.CaptureFixtu
     assert await typed("submit", "job.yaml", "--cluster", "lab") == 1
     said = capfd.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in said[:2]] == ["rewards.0", "model.tokenizer"]
-    assert said[-1].endswith(f"no cluster is up in {lab.jobs}: start one with tidegate up n0=8 --cluster lab")
+    assert said[-1].endswith(f"no cluster is up in {lab.jobs}: start one with tidegate up n0=8 --output-dir {lab.jobs}")
     copies = list((lab.jobs / ".files").glob("*/*"))
     assert {path.name: path.read_bytes() for path in copies}["grading.py"] == (here / "grading.py").read_bytes()
     assert "words.json" in {path.name for path in copies}
     assert not (here / "mine").exists()
+
+
+class Leaving(command_line_pb2_grpc.CommandLineServicer):
+    """A keeper that goes in the middle of its first command, and the next one, which ends each."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    async def RunCommand(
+        self, request: command_line_pb2.RunCommandRequest, context: Any
+    ) -> AsyncIterator[command_line_pb2.RunCommandResponse]:
+        async for output in self._outputs(request.command, context):
+            yield command_line_pb2.RunCommandResponse(output=output)
+
+    async def RunLookingCommand(
+        self, request: command_line_pb2.RunLookingCommandRequest, context: Any
+    ) -> AsyncIterator[command_line_pb2.RunLookingCommandResponse]:
+        async for output in self._outputs(request.command, context):
+            yield command_line_pb2.RunLookingCommandResponse(output=output)
+
+    async def _outputs(self, command: Any, context: Any) -> AsyncIterator[command_line_pb2.CommandOutput]:
+        self.asked.append(list(command.words))
+        yield command_line_pb2.CommandOutput(out=b"said\n")
+        if len(self.asked) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield command_line_pb2.CommandOutput(exit_code=3)
+
+    def service(self) -> Service:
+        add = partial(command_line_pb2_grpc.add_CommandLineServicer_to_server, self)
+        return Service(command_line_pb2.DESCRIPTOR.services_by_name["CommandLine"], add)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "asked", "told"),
+    [
+        ("wait one", 3, ["wait", "one"], "asking for the next one"),
+        ("get jobs -w", 3, ["get", "jobs", "-w"], "asking for the next one"),
+        ("submit job.yaml --follow", 3, ["wait", "small", "-otable"], "asking for the next one"),
+        ("submit job.yaml", 1, None, "has gone, and the command with it: job small is queued"),
+        ("logs one -f", 1, None, "has gone, and the command with it: type it again"),
+        ("cancel one", 1, None, "and the command with it: see what became of it (tidegate get jobs --cluster lab)"),
+    ],
+)
+async def test_what_waits_goes_on_with_the_next_keeper(
+    words: str, code: int, asked: list[str] | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keeper = Leaving()
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**small(tmp_path), "job": "small"}))
+    async with serving(tmp_path, [keeper.service()]) as lab:
+        await knows(lab, f"a={lab.endpoint}")
+        assert await typed(*words.replace("job.yaml", str(tmp_path / "job.yaml")).split(), "--cluster", "lab") == code
+    assert told in capfd.readouterr().err
+    assert keeper.asked[1:] == ([] if asked is None else [asked])
+
+
+def test_every_flag_of_submit_goes_on() -> None:
+    """They are written again for the machine that keeps the cluster."""
+    (commands,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    flags = {flag for flag in commands.choices["submit"]._option_string_actions if flag.startswith("--")}
+    told = {"--priority", "--resume", "--force", "--no-copies", "--follow"}
+    assert flags == {*told, "--help", "--output-dir", "--cluster", "--from-afar"}
 
 
 @pytest.mark.parametrize(

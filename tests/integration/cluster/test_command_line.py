@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import shutil
+import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,20 @@ import pytest
 import structlog
 
 from cli.top import CLEAR
+from services.scheduler.cluster import __main__ as scheduler
 from services.scheduler.cluster import command_line as command_lines
-from services.scheduler.cluster.command_line import command_line
+from services.scheduler.cluster.command_line import CommandLineServicer
 from tests.integration.cluster.lab import Lab, serving
+from tidegate.adapters import grpc_server
+from tidegate.adapters.grpc_server import Service
+from tidegate.certs.authority import REVOKED
 from tidegate.certs.identity import Party
+from tidegate.cluster.folder import ClusterDescription
+from tidegate.cluster.slots import Slots
+from tidegate.job import CALLED_VARIABLE, command_in
 from tidegate.ports.rpc import PeerRefused
-from tidegate.v1 import command_line_pb2, command_line_pb2_grpc
+from tidegate.types import NodeId
+from tidegate.v1 import command_line_pb2, command_line_pb2_grpc, machine_pb2
 
 
 class CommandsLab(Lab):
@@ -74,8 +85,10 @@ async def ended(process: int) -> None:
 
 @pytest.fixture
 async def lab(tmp_path: Path) -> AsyncIterator[CommandsLab]:
-    async with serving(tmp_path, [command_line(tmp_path / "jobs")]) as found:
+    commands = CommandLineServicer(tmp_path / "jobs")
+    async with serving(tmp_path, [commands.service()]) as found:
         yield CommandsLab(found.authority, found.folder, found.endpoint)
+    await commands.aclose()
 
 
 async def test_a_command_prints_what_it_prints_here(lab: CommandsLab) -> None:
@@ -92,10 +105,12 @@ async def test_the_log_says_who_has_called(lab: CommandsLab) -> None:
     assert told == [("viewer/me of cluster lab", ["get", "jobs"])]
 
 
-async def test_a_remedy_names_the_cluster_as_its_caller_does(lab: CommandsLab) -> None:
+async def test_a_remedy_names_the_cluster_as_its_caller_does(lab: CommandsLab, monkeypatch: pytest.MonkeyPatch) -> None:
     _, said, code = await lab.look("wait", party=Party.OPERATOR)
     assert code == 1
-    assert said.endswith("start one with tidegate up n0=8 --cluster lab\n")
+    assert said.endswith(f"start one with tidegate up n0=8 --output-dir {lab.jobs}\n"), "no other machine may"
+    monkeypatch.setenv(CALLED_VARIABLE, "lab")
+    assert command_in(lab.jobs, "cancel", "one") == "tidegate cancel one --cluster lab"
 
 
 async def test_who_may_only_look_changes_nothing(lab: CommandsLab) -> None:
@@ -118,7 +133,9 @@ async def test_nobody_reads_jobs_of_another_folder(lab: CommandsLab, tmp_path: P
     (other / "config.json").write_text("{}")
     for words in (["get", "jobs", "--output-dir", str(other.parent)], ["get", "jobs", f"--output={other.parent}"]):
         assert await lab.look(*words) == (f"no jobs in {lab.jobs}\n", "", 0)
-    for name in ("../other/secret", str(other)):
+    (tmp_path / "config.json").write_text("{}")
+    (lab.jobs / "config.json").write_text("{}")
+    for name in ("../other/secret", str(other), "..", ".", "", "x" * 300):
         out, said, code = await lab.look("logs", name)
         assert (out, code) == ("", 2)
         assert f"no job {name!r} in" in said
@@ -142,6 +159,58 @@ async def test_a_command_ends_when_its_caller_leaves(lab: CommandsLab) -> None:
         await ended(process)
 
 
+@pytest.mark.parametrize("columns", [0, 100], ids=["elsewhere", "on a terminal"])
+async def test_a_slow_reader_gets_all_of_the_output(lab: CommandsLab, columns: int) -> None:
+    """The command has long ended then."""
+    job = lab.job("big")
+    job.config.write_text("{}")
+    (job.attempt().logs / "scheduler.jsonl").write_text(
+        "".join(f"line {number} {'-' * 90}\n" for number in range(3000))
+    )
+    words = ["logs", "big", "--tail", "3000", "--output-dir", str(lab.jobs)]
+    command = command_line_pb2.CommandWords(cluster="lab", columns=columns, rows=30)
+    said, code = b"", None
+    async for piece in command_lines._outputs(command, words, b""):
+        if not said:
+            await asyncio.sleep(1.5)
+        said += piece.out
+        code = piece.exit_code
+    assert code == 0
+    assert [int(line.split()[1]) for line in said.decode().splitlines() if line.startswith("line")] == [*range(3000)]
+
+
+async def test_a_reader_whose_credential_was_revoked_is_told_nothing_more(
+    lab: CommandsLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "CHECKED_AGAIN_S", 0.0)
+    async with lab.calling(Party.VIEWER) as stub:
+        rows: Any = stub.RunLookingCommand(looking(["get", "jobs", "--watch"]))
+        await anext(aiter(rows))
+        (issued,) = (each for each in lab.authority.issued() if each.identity.party is Party.VIEWER)
+        lab.authority.revoke(issued.serial)
+        shutil.copy(lab.folder / "ca" / REVOKED, lab.folder / "keeper" / REVOKED)
+        lab.job("new").config.write_text("{}")
+        with pytest.raises(PeerRefused, match="is revoked: issue the credential again"):
+            await printed(rows)
+
+
+async def test_other_machines_are_answered_once_the_port_is_free(lab: CommandsLab) -> None:
+    queue = Service(machine_pb2.DESCRIPTOR.services_by_name["Machine"], lambda server: None)
+    told: list[str] = []
+    async with AsyncExitStack() as closing:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            cluster = ClusterDescription(
+                Slots({NodeId("n0"): 1}), "", "", "", "", "127.0.0.1", str(lab.folder / "keeper"), port
+            )
+            others = partial(scheduler._serve_others, lab.jobs, cluster, queue, closing)
+            assert await others() is None
+        await scheduler._until_served(others, lambda *, far: told.append(far))
+        assert told == [f"127.0.0.1:{port}"]
+
+
 async def test_one_more_than_there_may_be_is_refused(lab: CommandsLab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_lines, "MOST_COMMANDS", 1)
     async with lab.calling(Party.VIEWER) as stub:
@@ -149,7 +218,7 @@ async def test_one_more_than_there_may_be_is_refused(lab: CommandsLab, monkeypat
         rows: Any = stub.RunLookingCommand(looking(["get", "jobs", "--watch"]))
         await anext(aiter(rows))
         process = new_child(before)
-        with pytest.raises(PeerRefused, match="1 commands of other machines run here") as refused:
+        with pytest.raises(PeerRefused, match="1 commands of viewer/me of cluster lab run") as refused:
             await printed(stub.RunLookingCommand(looking(["get", "jobs"])))
         assert refused.value.status == "RESOURCE_EXHAUSTED"
         rows.cancel()

@@ -90,6 +90,11 @@ async def test_a_service_that_leaves_by_itself_is_not_restarted(
     assert (await supervisor.next_end()).restarts_in_s is None
 
 
+async def test_a_service_that_has_to_stay_is_restarted_after_any_end(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(shell(tmp_path, "exit 0", max_restarts=2, stays=True, first_backoff_s=0.01))
+    assert [(await supervisor.next_end()).restarts_in_s is None for _ in range(3)] == [False, False, True]
+
+
 async def test_a_killed_service_is_seen_and_nothing_of_its_session_is_left(
     supervisor: Supervisor, tmp_path: Path, pipe: Path
 ) -> None:

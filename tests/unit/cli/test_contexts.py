@@ -99,7 +99,7 @@ def test_a_context_has_the_credential_for_its_folder(tmp_path: Path) -> None:
         ("get jobs --cluster both", "/both.yaml: it has both output_dir and keepers"),
         ("get jobs --cluster anonymous", "/anonymous.yaml: it has keepers and no operator: a call from afar needs"),
         ("get jobs --cluster nowhere", "/nowhere.yaml: a answers at 'x', which is no HOST:PORT, as in a=10.0.0.7:7401"),
-        ("get jobs --cluster far", "the context's operator: "),
+        ("get jobs --cluster far", "context far: the credential in /a cannot be read ("),
         ("context add one --keeper a=h:1", "--keeper needs --operator too: a call from afar needs a credential"),
         (
             "context add one --keeper a=h:1 --output-dir lab",
