@@ -260,8 +260,8 @@ def test_a_machine_without_the_jobs_folder_submits_follows_and_looks(
         assert execute(["context", "add", name, *where]) == 0
     capsys.readouterr()
     job = ["job.yaml", "algorithm.iterations=1", f"data.train={data}", "--cluster"]
-    assert execute(["submit", *job, "looks"]) == 1
-    assert "may not call" in capsys.readouterr().err
+    assert execute(["submit", *job, "looks"]) == 2
+    assert "submit needs an operator's credential: that of context looks is of viewer/looks" in capsys.readouterr().err
     assert execute(["submit", "job.yaml", "--cluster", "me"]) == 2
     assert "train.jsonl" in capsys.readouterr().err
 
