@@ -6,6 +6,8 @@ Invariants:
 - A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed]
 - A submission takes a job's folder once. Its later starts go on with it, whoever asks for them.
   [test_node_jobs: removes_an_earlier_run_once] [test_node_jobs: nobody_remembers]
+- A submission that has ended is not started again, where its end did not reach the queue.
+  [test_node_jobs: whose_end_nobody_recorded]
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from tidegate.json_text import parse_json, typed
 from tidegate.launcher.checkpoint import furthest_iteration
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.control import NotRunning, control_of
-from tidegate.launcher.outcome import End
+from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
@@ -57,6 +59,14 @@ class Start:
     message: str = ""
     has_begun: bool = True
     iteration: int = 0
+
+
+def _recorded(folder: JobFolder) -> Outcome | None:
+    """The end for good that a run has recorded. None: it can go on, or its record is damaged."""
+    with suppress(FileNotFoundError, ValueError):
+        outcome = Outcome.read(folder.result)
+        return None if outcome.end is End.INTERRUPTED else outcome
+    return None
 
 
 class NodeJobs:
@@ -105,10 +115,15 @@ class NodeJobs:
                     return
                 if known.end is None:
                     raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
-            prepared = await self._prepare(config)
             begun, submission = self._folder.job_begun(job), str(submitted_unix_ms)
             if begun.is_file() and begun.read_text() == submission:
                 treatment = Treatment.RESUME  # what is there is of an earlier start
+                if (outcome := _recorded(JobFolder.of(config))) is not None:
+                    self._starts[job] = Start(number, config, outcome.end, outcome.reason)
+                    self._log.info("job had ended", job=job, start=number, end=outcome.end, message=outcome.reason)
+                    self._changed()
+                    return
+            prepared = await self._prepare(config)
             if treatment is Treatment.RESUME and number > 1 and not JobFolder.of(config).config.exists():
                 treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
             path = self._folder.job_config(job)

@@ -24,9 +24,10 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.launcher.lock import LOCK, held
-from tidegate.launcher.outcome import End
+from tidegate.launcher.outcome import End, Outcome
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
+from tidegate.v1 import control_pb2
 
 JOB = JobId("one")
 COMMAND = "tidegate submit one.yaml"
@@ -147,6 +148,26 @@ async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_pat
     pid = await other.start(1, submission=5)
     assert treatment_of(pid) == "resume"
     await other.supervisor.aclose()
+
+
+@pytest.mark.parametrize("end", [End.FINISHED, End.FAILED, End.CANCELLED])
+async def test_a_submission_whose_end_nobody_recorded_is_not_started_again(
+    node: Node, tmp_path: Path, end: End
+) -> None:
+    """The machine that kept the cluster ended just then. Another submission starts anew."""
+    begun, folder = ClusterFolder.of(tmp_path).job_begun(JOB), JobFolder.of(node.config)
+    begun.parent.mkdir()
+    begun.write_text("5")
+    folder.root.mkdir()
+    job = control_pb2.GetJobResponse(job=JOB)
+    Outcome(end=end, message="that is why", seed=0, wall_s=1.0, job=job).write(folder.result)
+    await node.jobs.start(JOB, 2, node.config, Treatment.FRESH, COMMAND, submitted_unix_ms=5)
+    found = node.jobs.starts[JOB]
+    assert (found.number, found.end, found.message) == (2, end, "that is why")
+    assert node.supervisor.pid(f"job-{JOB}") is None
+    assert node.num_changes == 1
+    pid = await node.start(3, Treatment.FORCE, submission=6)
+    assert treatment_of(pid) == "force"
 
 
 async def test_a_launcher_waits_for_the_lock_of_a_machine_that_is_lost(node: Node, tmp_path: Path) -> None:
