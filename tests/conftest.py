@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -16,6 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples in every run. A slow shared machine must not make a test fail.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def level_of_logging() -> Iterator[None]:
+    """A command that a test runs in this process sets it, for tests after it too."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
