@@ -89,7 +89,7 @@ class RunCommandRequest(_message.Message):
     def command(self) -> Global___CommandWords: ...
     @_builtins.property
     def submission(self) -> Global___FarSubmission:
-        """Of `submit`, whose words are its flags alone."""
+        """The job, for `submit`, whose words are its flags alone."""
 
     def __init__(
         self,

@@ -87,12 +87,13 @@ async def run(folder: ClusterFolder, cluster: ClusterDescription) -> None:
         far = await others()
         write(far=far or "")
         structlog.get_logger(SOURCE).info("serving", endpoint=server.endpoint, pid=os.getpid())
-        trying = asyncio.create_task(_until_served(others, write) if far is None else asyncio.sleep(0))
+        trying = [asyncio.create_task(_until_served(others, write))] if far is None else []
         try:
             await loop.run(stopping)
         finally:
-            trying.cancel()
-            await asyncio.gather(trying, return_exceptions=True)
+            for task in trying:
+                task.cancel()
+            await asyncio.gather(*trying, return_exceptions=True)
 
 
 async def _serve_others(

@@ -172,7 +172,7 @@ async def test_a_slow_reader_gets_all_of_the_output(lab: CommandsLab, columns: i
     said, code = b"", None
     async for piece in command_lines._outputs(command, words, b""):
         if not said:
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1.5)  # what is slow here is the reader
         said += piece.out
         code = piece.exit_code
     assert code == 0

@@ -30,7 +30,7 @@ def test_figures_are_medians_of_medians_with_what_seeds_may_make_of_them() -> No
 
 
 def test_no_further_policy_was_the_fastest_other() -> None:
-    """Of all that are compared on the seeds of `iteration_sim`."""
+    """All that are compared on the seeds of `iteration_sim` are looked at."""
     saved = json.loads((RESULTS / "iteration_sim.json").read_text())
     fixed = [case for case in saved["cases"] if case.get("is_fixed")]
     assert fixed
