@@ -1,4 +1,4 @@
-"""`tidegate up`, `down`: a cluster that stays on this machine.
+"""`tidegate up`, `reload`, `down`: a cluster that stays on this machine.
 
 The cluster of a folder of jobs (`--output-dir`) is in its `.cluster`. What asks its queue is in `cli.cluster_queue`.
 """
@@ -31,8 +31,8 @@ from cli.usage import BadUsage
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
-from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
+from tidegate.cluster.folder import ClusterDescription, ClusterFolder
+from tidegate.cluster.keepers import KEEPS, PROGRAM, SILENT_S, Keepers, Term
 from tidegate.cluster.kept_queue import Kept, KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.placement import Room, placed_gpus
@@ -40,9 +40,10 @@ from tidegate.cluster.slots import Slots
 from tidegate.cluster.submissions import Submission
 from tidegate.config.sections.job import ClusterSection
 from tidegate.job import command_in
-from tidegate.launcher.lock import lock_record
+from tidegate.launcher.lock import lock_record, record_of_holder
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerUnavailable
+from tidegate.runtime import handover
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.interfaces import interface_of
 from tidegate.short_lists import counted, first_few
@@ -223,7 +224,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     nodes, machine_by_node = nodes_of(args.node)
     folder, slots = ClusterFolder.of(output_dir), Slots(nodes, args.device, args.slots_per_gpu)
     machines, own_name = machines_of(args, machine_by_node)
-    if (pid := agent_pid(folder)) is not None:
+    takes_place = handover.is_handed_over()
+    if (pid := agent_pid(folder)) is not None and not takes_place:
         where = f"agent {pid}" if pid else "on another machine"
         raise NotUp(
             f"a cluster is up in {output_dir} already ({where}): end it there with {command_in(output_dir, 'down')}"
@@ -269,10 +271,12 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         for note in notes_of(KeptQueue(folder.queue).read(), slots, output_dir):
             print(f"tidegate: {note}", file=sys.stderr)
     text = ", ".join(f"{node} with {counted(count, 'slot')}" for node, count in slots.nodes.items())
+    words += ["--again", json.dumps(args.again)]
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
     env = {**os.environ, **service_env(args.device)}
-    if args.foreground:
-        print(f"tidegate: the cluster of {output_dir} begins: {text}; SIGTERM ends it", file=sys.stderr, flush=True)
+    if args.foreground or takes_place:
+        how = "goes on under this program" if takes_place else "begins"
+        print(f"tidegate: the cluster of {output_dir} {how}: {text}; SIGTERM ends it", file=sys.stderr, flush=True)
         os.execve(command[0], command, env)
     log = (folder.state if args.standby else folder.logs) / "agent.out"
     log.unlink(missing_ok=True)
@@ -382,6 +386,64 @@ def _keeps(folder: ClusterFolder, pid: int) -> int | None:
 async def _answers(folder: ClusterFolder) -> None:
     async with cluster_of(folder) as cluster:
         await cluster.ListSubmissions(cluster_pb2.ListSubmissionsRequest())
+
+
+def reload(output_dir: Path, form: Form) -> int:
+    """Lets the agent take its program anew, and returns once the cluster answers again. NoCluster, NotUp."""
+    folder = ClusterFolder.of(output_dir)
+    pid = agent_pid(folder)
+    if pid is None:
+        raise NoCluster(f"no cluster is up in {output_dir}")
+    if not pid:
+        raise NotUp(f"the cluster of {output_dir} is up on another machine: reload it there")
+    before = record_of_holder(folder.lock) or {}
+    found = _description(folder)
+    if before.get(KEEPS) and found and found.handover_form != handover.FORM:
+        raise NotUp(
+            f"the agent {pid} is of a release whose jobs cannot go on under this one (form {found.handover_form}, not "
+            f"{handover.FORM}): end the cluster with {command_in(output_dir, 'down')} and start it, and jobs go on "
+            "from their checkpoints"
+        )
+    if before.get(KEEPS) and found:
+        try:
+            handover.check_program([found.program])
+        except OSError as error:
+            raise NotUp(str(error)) from error
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, handover.SIGNAL)
+        keeps = _until_reloaded(folder, pid, pidfd, before.get(PROGRAM, 0))
+    finally:
+        os.close(pidfd)
+    text = f"the cluster of {output_dir} goes on under the program of now, and so do its jobs"
+    if not keeps:
+        text = f"this machine stands by for the cluster of {output_dir} under the program of now"
+    print(answer_text({"folder": str(output_dir), "agent": pid, "keeps": keeps}, text, form))
+    return 0
+
+
+def _description(folder: ClusterFolder) -> ClusterDescription | None:
+    with suppress(FileNotFoundError, ValueError):
+        return ClusterDescription.parse(folder.description.read_bytes())
+    return None
+
+
+def _until_reloaded(folder: ClusterFolder, pid: int, pidfd: int, program: int) -> bool:
+    """Whether it keeps the cluster, and does not only stand by. NotUp."""
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        record = record_of_holder(folder.lock) or {}
+        if select.select([pidfd], [], [], _LOOK_AGAIN_S)[0]:
+            raise NotUp(
+                f"the agent {pid} ended while it took its program anew: see {folder.logs}; once it is started again, "
+                "jobs go on from their checkpoints"
+            )
+        with suppress(NoCluster, PeerUnavailable):
+            if record.get(PROGRAM, 0) > program:
+                if record.get(KEEPS):
+                    asyncio.run(_answers(folder))
+                return bool(record.get(KEEPS))
+    raise NotUp(f"the agent {pid} has not taken its program anew within {UP_TIMEOUT_S:g} s: see {folder.logs}")
 
 
 def down(output_dir: Path, form: Form) -> int:

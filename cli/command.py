@@ -60,6 +60,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     """None takes the arguments of this process."""
     try:
         args = _parse(_parser(), arguments)
+        args.again = _again(sys.argv[1:] if arguments is None else arguments)
         if getattr(args, "far", None) is not None:
             # Import here: most commands call nobody.
             from cli import afar
@@ -88,6 +89,13 @@ def execute(arguments: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         return _say(f"{error}: the output is incomplete; make room, and run the command again", code=FAILED)
+
+
+def _again(words: Sequence[str]) -> list[str]:
+    """The words that start this command again, in what may be another release then."""
+    program = Path(sys.argv[0])
+    is_installed = program.name == "tidegate" and os.access(program, os.X_OK)
+    return [*([os.path.abspath(program)] if is_installed else [sys.executable, "-m", "cli"]), *words]
 
 
 def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -148,6 +156,8 @@ def _run(args: argparse.Namespace) -> int:
             return cluster.up(args, output_dir, form)
         case "down":
             return cluster.down(output_dir, form)
+        case "reload":
+            return cluster.reload(output_dir, form)
         case "backup":
             return asyncio.run(backup.back_up(args.file, output_dir, form))
         case "restore":
@@ -304,6 +314,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     cluster.add_machine_arguments(up)
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
+    command("reload", "Let the cluster take its program anew, such as that of a newer release. Jobs run on.")
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     back_up = command(
         "backup", "Write the cluster's jobs to a new file, from which `restore` puts them into a queue again."

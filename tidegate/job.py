@@ -37,7 +37,7 @@ MAX_VOCAB_SIZE = 1 << 20
 """The limit that tells a wrong file from a tokenizer. The largest tokenizers in use have about 262,000 ids."""
 CALLED_VARIABLE = "TIDEGATE_CALLED_CLUSTER"
 """In the environment of a command that another machine has asked for: how its person calls the cluster."""
-_TYPED_HERE = ("up", "down", "backup", "restore")
+_TYPED_HERE = ("up", "reload", "down", "backup", "restore")
 """The commands of a cluster that no other machine may ask for."""
 _NUM_PROMPTS_CHECKED = 256
 """How many prompts of the endless list are checked when a job is made, which takes milliseconds.

@@ -15,10 +15,15 @@ Order of a stop (SIGTERM): scheduler, jobs, fork server, gRPC, servers, turn.
 
 A server that dies is started again, on its port and its data.
 
+Asked by SIGUSR2 (`tidegate reload`), the agent takes its program anew, which may be of another release, and keeps the
+servers, the launchers of jobs, and what these fork from (`tidegate.runtime.handover`). The scheduler starts anew. What
+an agent of another form has left is refused, and then everything starts anew.
+
 Invariants:
 - One agent at a time has a cluster's folder. [test_agent: a_second_agent]
 - One that can decide nothing gives its turn away. [test_agent: that_decides_nothing]
 - However it ends, no process and no host memory of it remains. [test_cluster: and_leave_nothing]
+- No job notices that it takes its program anew. [test_reload: no_job_notices]
 """
 
 from __future__ import annotations
@@ -30,12 +35,10 @@ import json
 import os
 import resource
 import shutil
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,28 +46,30 @@ from typing import Any
 import grpc
 import structlog
 
+from services.node.agent_lock import AgentLock, AgentRuns, locked, whose_turn
 from services.node.far_machines import FarMachines
+from services.node.handed import ClusterLeft, Left
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
-from services.node.keeping import LOOK_S, Beats, OtherCluster, claimed
+from services.node.keeping import OtherCluster
 from services.node.servicer import NodeServicer, Version
-from tidegate.adapters.grpc_server import Service, serve
+from tidegate.adapters.grpc_server import RpcServer, Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
-from tidegate.cluster.keepers import KEEPS, Keepers, Term, TermTaken
+from tidegate.cluster.keepers import Term, TermTaken
 from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
-from tidegate.launcher.lock import RECORD_BYTES, held, machine_number
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
+from tidegate.runtime import handover
 from tidegate.runtime.cuda import NoCuda, cuda_devices
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.front import MOST_CONNECTIONS, Front
-from tidegate.runtime.processes import ServiceSpec, Supervisor
+from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
@@ -73,16 +78,10 @@ from tidegate.v1 import cluster_pb2, cluster_pb2_grpc
 
 SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
-GIVE_WAY_S = 3 * LOOK_S
-"""A unit starts what has failed again at once. Others look for their turn first."""
 UNDECIDED_S = 60.0
 """As long as a job waits for NATS and Redis."""
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
-
-
-class AgentRuns(RuntimeError):
-    """Another agent has the folder."""
 
 
 class Agent:
@@ -99,9 +98,18 @@ class Agent:
         node_credentials: str = "",
         command_port: int = 0,
         name: str = "",
+        again: Sequence[str],
+        lock: AgentLock,
+        term: Callable[[], Term | None],
     ) -> None:
         """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines, which are
-        answered at `command_port`. `name`: of this machine, where others may keep the cluster too."""
+        answered at `command_port`. `name`: of this machine, where others may keep the cluster too. `again`: the words
+        that start this program, or that of another release. `lock` has what the program before has left."""
+        self._again = again
+        self._lock = lock
+        self._term_now = term
+        before = lock.left.cluster if lock.left else None
+        self._before = before
         self._name = name
         self._node_credentials = node_credentials
         self._command_port = command_port
@@ -111,21 +119,28 @@ class Agent:
         self._machines = machines
         self._memory = memory
         self._gate_root = Path(machines.gate_root or folder.gates)
-        self._credentials = ClusterCredentials.issue(memory / "credentials", address=machines.address)
+        if before is None:
+            self._credentials = ClusterCredentials.issue(memory / "credentials", address=machines.address)
+        else:
+            self._credentials = ClusterCredentials(memory / "credentials")
         self._far_urls: dict[str, str] = {}
         """The keys of NATS and Redis in a job's config, with their URLs as other machines reach them."""
-        self._jobs_in: dict[JobId, tuple[Path, Path]] = {}
-        """The credentials of the jobs that the servers let in."""
-        self._servers = EmbeddedServers(folder.servers, guard=self._guard())
-        self._spawner = Spawner.begin(
-            (LAUNCHER, *FORKED), env=service_env(slots.device), log_path=folder.logs / "spawner.out"
-        )
-        self._supervisor = Supervisor(self._spawner.start)
+        self._fork_servers: dict[JobId, str] = dict(before.fork_servers if before else {})
+        """Of the jobs that the servers let in: the service that forks their workers."""
+        self._servers = EmbeddedServers(folder.servers, guard=self._guard(), running=before.servers if before else None)
+        self._fronts: list[Front] = []
+        self._renewal = asyncio.Event()
         self._log = structlog.get_logger(SOURCE)
 
     async def run(self) -> None:
         """Until SIGTERM. ServerFailed, FolderInUse, ServerPackageMissing."""
         stopping = await stop_signal()
+        asyncio.get_running_loop().add_signal_handler(handover.SIGNAL, self._renewal.set)
+        handover.ready()  # before there are children, who would get this process's mask
+        self._spawner = Spawner.begin(
+            (LAUNCHER, *FORKED), env=service_env(self._slots.device), log_path=self._folder.logs / "spawner.out"
+        )
+        self._supervisor = Supervisor(self._spawner.start, untold=self._before.ends if self._before else ())
         folder, tls = self._folder, Credentials(self._credentials.of(Party.NODE))
         version = Version(time.time_ns())
         far_nodes = {node for each in self._machines.far for node in each.nodes}
@@ -151,7 +166,14 @@ class Agent:
                 lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(servicer, server),
                 {StillRuns: grpc.StatusCode.FAILED_PRECONDITION},
             )
-            jobs = NodeJobs(folder, self._supervisor, prepare=self._prepared, leave=self._left, changed=version.changed)
+            jobs = NodeJobs(
+                folder,
+                self._supervisor,
+                prepare=self._prepared,
+                leave=self._left,
+                changed=version.changed,
+                starts=self._before.starts if self._before else None,
+            )
             servicer.jobs = jobs
             if self._slots.device == "cuda":
                 # torch is imported for it: nobody waits, at the end neither.
@@ -161,7 +183,9 @@ class Agent:
             closing.callback(self._spawner.close)
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
-            fork_server = self._spec(FORK_SERVER, forkserver_command(self._fork_server))
+            for service in self._before.services if self._before else ():
+                self._supervisor.watch(service)
+            fork_server = self._spec(self._fork_server, forkserver_command(self._socket_of(self._fork_server)))
             self._supervisor.start(replace(fork_server, env=fork_server_env(self._slots.device)))
             self._describe(server.endpoint)
             closing.callback(folder.description.unlink, missing_ok=True)
@@ -169,7 +193,7 @@ class Agent:
             self._supervisor.start(self._spec(SCHEDULER, ("services.scheduler.cluster", "--folder", str(folder.root))))
             closing.push_async_callback(lambda: self._supervisor.stop(SCHEDULER))
             self._log.info("serving", endpoint=server.endpoint, pid=os.getpid(), nodes=dict(self._slots.nodes))
-            works = [self._watch_servers(), self._watch_ends(jobs)]
+            works = [self._watch_servers(), self._watch_ends(jobs, server)]
             if self._name:
                 works.append(_watch_decisions(servicer))
             if far_nodes:
@@ -189,15 +213,21 @@ class Agent:
     async def _open_fronts(self, closing: contextlib.AsyncExitStack) -> None:
         """Where other machines reach the servers. NATS asks for certificates itself, valkey cannot."""
         address, own = self._machines.address, self._credentials.of(Party.NODE)
-        nats = await Front.open(address, to_port=self._servers.nats.port, credential=None)
+        fds: tuple[int | None, ...] = (self._before.listeners if self._before else ()) or (None, None)
+        nats = await Front.open(address, to_port=self._servers.nats.port, credential=None, listener=fds[0])
         closing.push_async_callback(nats.aclose)
-        store = await Front.open(address, to_port=self._servers.store.port, credential=own)
+        store = await Front.open(address, to_port=self._servers.store.port, credential=own, listener=fds[1])
         closing.push_async_callback(store.aclose)
+        self._fronts = [nats, store]
         self._far_urls = {"nats_url": f"tls://{address}:{nats.port}", "redis_url": f"rediss://{address}:{store.port}"}
 
     @property
-    def _fork_server(self) -> Path:
-        return self._memory / "forkserver.sock"
+    def _fork_server(self) -> str:
+        """The service that forks the workers of jobs which start under this program."""
+        return f"{FORK_SERVER}-{self._lock.number}" if self._lock.number else FORK_SERVER
+
+    def _socket_of(self, fork_server: str) -> Path:
+        return self._memory / f"{fork_server}.sock"
 
     def _spec(self, name: str, command: tuple[str, ...]) -> ServiceSpec:
         return ServiceSpec(
@@ -219,17 +249,21 @@ class Agent:
             address=self._machines.address,
             node_credentials=self._node_credentials,
             command_port=self._command_port,
+            program=self._again[0],
+            handover_form=handover.FORM,
         )
         write_private(self._folder.description, description.to_json())
 
     def _guard(self) -> ServerGuard:
-        users = [self._credentials.of(Party.SCHEDULER), *(folder for pair in self._jobs_in.values() for folder in pair)]
+        jobs = [folder for job in self._fork_servers for folder in self._credentials.pair_of_job(job)]
+        users = [self._credentials.of(Party.SCHEDULER), *jobs]
         return ServerGuard.of(self._credentials.of(Party.NODE), *users)
 
     async def _prepared(self, config: JobConfig) -> JobConfig:
         await self._spawner.ready()
         job = job_id(config.job)
-        self._jobs_in[job] = self._credentials.issue_to_job(job)
+        self._credentials.issue_to_job(job)
+        self._fork_servers[job] = self._fork_server
         await self._servers.let_in(self._guard())
         own = str(self._credentials.of_job(job))
         servers: dict[str, Any] = {
@@ -243,7 +277,7 @@ class Agent:
             servers |= self._far_urls | {"credentials_travel": True}
         runtime = {
             "gate_root": str(self._gate_root),
-            "fork_server": str(self._fork_server),
+            "fork_server": str(self._socket_of(self._fork_server)),
             "adopts_store": False,
         }
         return config.model_copy(
@@ -255,10 +289,17 @@ class Agent:
         )
 
     async def _left(self, job: JobId) -> None:
-        if self._jobs_in.pop(job, None) is None:
+        if self._fork_servers.pop(job, None) is None:
             return
         await self._servers.let_in(self._guard())
         shutil.rmtree(self._credentials.of_job(job), ignore_errors=True)
+        await self._end_idle_fork_servers()
+
+    async def _end_idle_fork_servers(self) -> None:
+        """Those of earlier programs, where no job is left that forks from them."""
+        there = [each.spec.name for each in self._supervisor.watched() if each.spec.name.startswith(FORK_SERVER)]
+        idle = [name for name in there if name != self._fork_server and name not in self._fork_servers.values()]
+        await self._supervisor.stop(*idle)
 
     async def _watch_servers(self) -> None:
         while True:
@@ -266,14 +307,53 @@ class Agent:
             self._log.warning("server died, started again", server=dead.name, log=str(dead.log_path))
             await self._servers.start()
 
-    async def _watch_ends(self, jobs: NodeJobs) -> None:
+    async def _watch_ends(self, jobs: NodeJobs, server: RpcServer) -> None:
+        """Between two ends it may take its program anew: then each end is noted, or left to be."""
+        await self._end_idle_fork_servers()
         while True:
-            ended = await self._supervisor.next_end()
-            if ended.name in (SCHEDULER, FORK_SERVER):
-                self._log.warning("process ended", name=ended.name, status=ended.exit_status)
-                if ended.restarts_in_s is None and not ended.was_asked:
-                    raise ServerFailed(f"{ended.name} ended with status {ended.exit_status} and stays away")
-            await jobs.note_end(ended)
+            ending = asyncio.create_task(self._supervisor.next_end())
+            asked = asyncio.create_task(self._renewal.wait())
+            try:
+                await asyncio.wait({ending, asked}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (ending, asked):
+                    task.cancel()  # what it has not taken stays to be told
+                await asyncio.gather(ending, asked, return_exceptions=True)
+            if not ending.cancelled():
+                await self._note_end(jobs, ending.result())
+            elif self._renewal.is_set():
+                self._renewal.clear()
+                await self._take_program(jobs, server)
+
+    async def _note_end(self, jobs: NodeJobs, ended: ServiceEnd) -> None:
+        if ended.name == SCHEDULER or ended.name.startswith(FORK_SERVER):
+            self._log.warning("process ended", name=ended.name, status=ended.exit_status)
+            if ended.restarts_in_s is None and not ended.was_asked:
+                raise ServerFailed(f"{ended.name} ended with status {ended.exit_status} and stays away")
+        await jobs.note_end(ended)
+
+    async def _take_program(self, jobs: NodeJobs, server: RpcServer) -> None:
+        """It returns only where there is no such program."""
+        try:
+            handover.check_program(self._again)
+        except OSError as error:
+            self._log.error("no other program", error=str(error))
+            return
+        self._log.info("takes its program anew", words=list(self._again))
+        await self._supervisor.stop(SCHEDULER)
+        async with jobs.unchanging():
+            await server.stop(grace_s=STOP_GRACE_S)
+            self._spawner.close()
+            cluster = ClusterLeft(
+                self._term_now(),
+                self._servers.running,
+                tuple(front.listener for front in self._fronts),
+                tuple(self._supervisor.watched()),
+                tuple(self._supervisor.untold_ends()),
+                jobs.starts,
+                self._fork_servers,
+            )
+            self._lock.leave(self._again, cluster)
 
 
 async def _watch_decisions(servicer: NodeServicer) -> None:
@@ -303,67 +383,6 @@ def _raise_limit_of_files() -> None:
         )
 
 
-@contextlib.contextmanager
-def locked(folder: ClusterFolder) -> Iterator[Callable[[], None]]:
-    """AgentRuns. Call what it gives once this agent keeps the cluster, and not only waits for that."""
-    folder.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    is_up = AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down")
-
-    def note(*, keeps: bool) -> None:
-        record = {"pid": os.getpid(), "machine": machine_number(), KEEPS: int(keeps)}
-        os.pwrite(fd, json.dumps(record).encode().ljust(RECORD_BYTES), 0)
-
-    with held(folder.lock, lambda _: is_up) as fd:
-        note(keeps=False)
-        yield lambda: note(keeps=True)
-
-
-@contextlib.contextmanager
-def in_turn(folder: ClusterFolder, name: str, address: str, cluster: str) -> Iterator[Path | None]:
-    """Once it is this machine's turn to keep the cluster, the file that tells so. None: it was asked to end first."""
-    keepers = Keepers(folder.keepers)
-    term = asyncio.run(_claimed(keepers, name, address, cluster))
-    if term is None:
-        yield None
-        return
-    # Until the agent has a handler of its own: the term ends in order.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    beats = Beats(keepers, term)
-    has_failed = False
-    try:
-        _remove(folder.servers)
-        yield keepers.path(term.number)
-    except ServerFailed:
-        has_failed = True
-        raise
-    finally:
-        beats.end()
-        if has_failed:
-            time.sleep(GIVE_WAY_S)
-
-
-async def _claimed(keepers: Keepers, name: str, address: str, cluster: str) -> Term | None:
-    def says(what: str) -> None:
-        print(what, file=sys.stderr, flush=True)
-
-    return await claimed(keepers, await stop_signal(), name=name, address=address, cluster=cluster, says=says)
-
-
-def _remove(servers: Path) -> None:
-    """OSError where something of an earlier term would be used."""
-    aside = servers.with_name(f"{servers.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        servers.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _turn(folder: ClusterFolder, args: argparse.Namespace, machines: Machines) -> AbstractContextManager[Path | None]:
-    if args.keeper is None:
-        return contextlib.nullcontext(folder.lock)
-    return in_turn(folder, args.keeper, machines.address, args.cluster)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m services.node", description="The agent of a machine.")
     parser.add_argument("--output-dir", type=Path, required=True, help="the folder of the jobs' folders")
@@ -374,35 +393,49 @@ def main() -> int:
     parser.add_argument("--command-port", type=int, default=0, help="where those are answered; 0: any")
     parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
     parser.add_argument("--cluster", default="", help="a digest of its nodes and machines, to compare with a keeper's")
+    parser.add_argument("--again", type=json.loads, required=True, help="the words that start this program, as JSON")
+    handover.hold()
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
     slots, machines = Slots.of(json.loads(args.slots)), Machines.of(json.loads(args.machines))
     memory = folder.host_memory(args.host_memory_root)
     _raise_limit_of_files()
     try:
-        with locked(folder) as keeps, _turn(folder, args, machines) as shared:
-            if shared is None:
+        left = handover.handed_over(Left.of)
+        with (
+            locked(folder, left) as lock,
+            whose_turn(folder, lock, args.keeper, machines.address, args.cluster, args.again) as turn,
+        ):
+            if turn is None:
                 return 0
-            keeps()
+            lock.note(keeps=True)
             configure_logging(SOURCE, path=folder.logs / f"{SOURCE}.jsonl")
-            shutil.rmtree(memory, ignore_errors=True)
-            memory.mkdir(mode=0o700)
+            if left is None or left.cluster is None:
+                shutil.rmtree(memory, ignore_errors=True)
+                memory.mkdir(mode=0o700)
             try:
                 agent = Agent(
                     folder,
                     slots,
                     machines,
                     memory=memory,
-                    shared=shared,
+                    shared=turn.shared,
                     node_credentials=args.node_credentials,
                     command_port=args.command_port,
                     name=args.keeper or "",
+                    again=args.again,
+                    lock=lock,
+                    term=turn.term,
                 )
                 asyncio.run(agent.run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
     except (AgentRuns, OtherCluster, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
         print(error, file=sys.stderr)
+        return 1
+    except handover.NoHandover as error:
+        print(error, file=sys.stderr)
+        shutil.rmtree(memory, ignore_errors=True)
         return 1
     return 0
 

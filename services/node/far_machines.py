@@ -8,6 +8,7 @@ Invariants:
   [test_far_machines: comes_back_while_another]
 - A machine tells of no other's gates. [test_far_machines: of_another_machine]
 - A machine that is not as this one is away, with the reason. [test_far_machines: of_another_version]
+- One of another release is away, and keeps the jobs that it has. [test_far_machines: of_another_release_keeps_its_jobs]
 - Of two agents on one machine the later one is away, and so is one on this machine.
   [test_far_machines: two_agents_on_one_machine] [test_far_machines: on_the_keepers_own_machine]
 - Who asks for gates waits for no machine that is away. [test_far_machines: waits_for_no_machine]
@@ -30,7 +31,7 @@ from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.codec import WireError, decode_gate_state
 from tidegate.config.sections.job import ClusterSection, MachineSection
-from tidegate.launcher.preflight import machine_fault, same_machine_fault
+from tidegate.launcher.preflight import machine_fault, release_fault, same_machine_fault
 from tidegate.ownership.records import GateState
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.runtime.hosted import stub_of
@@ -48,13 +49,15 @@ _SILENT = (PeerUnavailable, PeerRefused, WireError)
 @dataclass(slots=True)
 class _Far:
     """`away_s`: since when it is away. `reason`: why; empty: it is there. `memory_bytes`: its host memory, as it told
-    last; 0: it has told nothing yet. `memory_id`: the name of that memory."""
+    last; 0: it has told nothing yet. `memory_id`: the name of that memory. `keeps_jobs`: its agent is of another
+    release, which counts for jobs that start."""
 
     section: MachineSection
     away_s: float
     reason: str = _UNASKED
     memory_bytes: int = 0
     memory_id: str = ""
+    keeps_jobs: bool = False
     channels: Channels | None = None
     stub: Any = None
 
@@ -95,7 +98,12 @@ class FarMachines:
         # One that came back while the others were asked was not asked itself.
         unknown = [each for each in self._far if found.get(each.section.name) is None]
         away = [
-            cluster_pb2.NodeAway(node=node, seconds=self._now_s() - each.away_s, reason=each.reason or "it is back")
+            cluster_pb2.NodeAway(
+                node=node,
+                seconds=self._now_s() - each.away_s,
+                reason=each.reason or "it is back",
+                keeps_jobs=each.keeps_jobs,
+            )
             for each in unknown
             for node in each.section.nodes
         ]
@@ -156,12 +164,14 @@ class FarMachines:
         try:
             there = await each.stub.GetMachine(machine_pb2.GetMachineRequest(shared=str(self._shared)))
             each.memory_bytes, each.memory_id = there.host_memory.total_bytes, there.host_memory_id
+            each.keeps_jobs = bool(release_fault(there, each.section))
             fault = machine_fault(there, each.section, self._cluster, shared=self._shared)
             if not fault:
                 await self._asked(each)
                 fault = self._twin_fault(each)
                 self._refuse_twins(each)
         except _SILENT as error:
+            each.keeps_jobs = False
             fault = _silence(error)
         self._note(each, fault)
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -54,11 +56,20 @@ class Start:
     `iteration`: where its checkpoints let it go on."""
 
     number: int
-    config: JobConfig
+    folder: JobFolder
     end: End | None = None
     message: str = ""
     has_begun: bool = True
     iteration: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder.root)}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Start:
+        """Of what `to_json` made."""
+        end = None if fields["end"] is None else End(fields["end"])
+        return cls(**{**fields, "folder": JobFolder(Path(fields["folder"])), "end": end})
 
 
 def _recorded(folder: JobFolder) -> Outcome | None:
@@ -81,13 +92,15 @@ class NodeJobs:
         prepare: Callable[[JobConfig], Awaitable[JobConfig]],
         leave: Callable[[JobId], Awaitable[None]],
         changed: Callable[[], None],
+        starts: Mapping[JobId, Start] | None = None,
     ) -> None:
+        """`starts`: those of an agent whose place this one takes. Its launchers are the supervisor's."""
         self._folder = folder
         self._supervisor = supervisor
         self._prepare = prepare
         self._leave = leave
         self._changed = changed
-        self._starts: dict[JobId, Start] = {}
+        self._starts: dict[JobId, Start] = dict(starts or {})
         self._stops: dict[tuple[JobId, bool], asyncio.Task[None]] = {}
         """By job, and whether it is for good: an orderly end may hang where a machine of the job is away."""
         self._one_at_a_time = asyncio.Lock()
@@ -97,6 +110,10 @@ class NodeJobs:
     def starts(self) -> dict[JobId, Start]:
         """The last start of each job since this agent began."""
         return dict(self._starts)
+
+    def unchanging(self) -> AbstractAsyncContextManager[None]:
+        """Within it no start is under way."""
+        return self._one_at_a_time
 
     async def start(
         self,
@@ -115,16 +132,17 @@ class NodeJobs:
                     return
                 if known.end is None:
                     raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
+            folder = JobFolder.of(config)
             begun, submission = self._folder.job_begun(job), str(submitted_unix_ms)
             if begun.is_file() and begun.read_text() == submission:
                 treatment = Treatment.RESUME  # what is there is of an earlier start
-                if (outcome := _recorded(JobFolder.of(config))) is not None:
-                    self._starts[job] = Start(number, config, outcome.end, outcome.reason)
+                if (outcome := _recorded(folder)) is not None:
+                    self._starts[job] = Start(number, folder, outcome.end, outcome.reason)
                     self._log.info("job had ended", job=job, start=number, end=outcome.end, message=outcome.reason)
                     self._changed()
                     return
             prepared = await self._prepare(config)
-            if treatment is Treatment.RESUME and number > 1 and not JobFolder.of(config).config.exists():
+            if treatment is Treatment.RESUME and number > 1 and not folder.config.exists():
                 treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
             path = self._folder.job_config(job)
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -140,7 +158,7 @@ class NodeJobs:
                 stop_timeout_s=STOP_TIMEOUT_S,
             )
             pid = self._supervisor.start(spec)
-            self._starts[job] = Start(number, prepared)
+            self._starts[job] = Start(number, folder)
             self._log.info("job started", job=job, start=number, treatment=treatment, pid=pid)
             self._changed()
 
@@ -156,7 +174,7 @@ class NodeJobs:
     async def _stopped(self, job: JobId, start: Start, *, cancels: bool, reason: str) -> None:
         if cancels:
             with suppress(NotRunning, PeerUnavailable, PeerRefused):
-                async with control_of(JobFolder.of(start.config)) as control:
+                async with control_of(start.folder) as control:
                     await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
                 return
         await self._supervisor.stop(f"{_JOB}{job}")
@@ -169,7 +187,7 @@ class NodeJobs:
         end, message, has_begun = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
-            checkpoints = JobFolder.of(self._starts[job].config).checkpoints
+            checkpoints = self._starts[job].folder.checkpoints
             iteration = await asyncio.to_thread(furthest_iteration, checkpoints)
             # The newest at the end, so that the oldest are dropped.
             start = self._starts.pop(job)

@@ -90,7 +90,8 @@ class Beats:
         self._ending = threading.Event()
         self._log = structlog.get_logger("agent")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        self._term = self._beat(term)
+        self.term = self._beat(term)
+        """As the last beat has it."""
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
 
@@ -99,7 +100,7 @@ class Beats:
         self._ending.set()
         self._thread.join(self._lost_s)
         with suppress(OSError):
-            self._keepers.end(self._term)
+            self._keepers.end(self.term)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _beat(self, term: Term) -> Term:
@@ -112,7 +113,7 @@ class Beats:
     def _run(self) -> None:
         while not self._ending.wait(self._beat_s):
             try:
-                self._term = self._beat(self._term)
+                self.term = self._beat(self.term)
             except TermTaken as taken:
                 # Not to the log: it is on the storage that had stood still.
                 print(taken, file=sys.stderr, flush=True)

@@ -7,8 +7,13 @@ agent makes the command. A job's config names programs too (rewards, SGLang's Py
 this user. The job's config and logs are on storage that all machines share. Its folder in host memory, with the
 credential of its processes, is this machine's: the first process of the job makes it, the last one removes it.
 
+Asked by SIGUSR2, the agent takes its program anew, which may be of another release. Before, it tells its callers that
+their processes live on, and they call again for them (`tidegate.runtime.handover`).
+
 Invariants:
 - A process lives as long as the call that started it. [test_machine: ends_with_its_call]
+- One whose agent takes its program anew lives on for the next call, and ends where none comes within `KEPT_S`.
+  [test_machine_reload: goes_on_with_its_process] [test_machine_reload: that_nobody_asks_for]
 - Who calls and is silent for `LOST_S` is gone. [test_machine: a_silent_caller]
 - A process of an instance starts when the one before it is gone. [test_machine: waits_for_the_one_before]
   [test_machine: cancelled_again_and_again]
@@ -24,61 +29,162 @@ import argparse
 import asyncio
 import errno
 import os
-import re
-import secrets
-import shutil
-import stat
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path, PurePosixPath
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
 
+from services.node.job_memories import JobMemories, JobStart
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Party
-from tidegate.certs.job_credentials import job_folders
 from tidegate.codec import encode_gate_state
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.gate import Gate, GateState
 from tidegate.job import JobFolder
-from tidegate.launcher.lock import LOCK, held_by
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import BEAT_S, LOST_S, fork_server_socket
+from tidegate.runtime import handover
 from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.inventory import this_machine
-from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
+from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor, Watched
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
 from tidegate.types import NodeId, Role, job_id
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _STOP_S = 10.0
-MARK = "of-an-agent"
+KEPT_S = 30.0
+"""A new program begins within 3 s, and several times that on a busy machine."""
+_TOLD_S = 2.0
+"""The time to tell all callers. One that is not told takes its process for gone."""
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A process for the next program: its place is the job's folder in host memory and a name."""
+
+    memory: Path
+    service: Watched | None
+    ends: tuple[ServiceEnd, ...]
+    """Where it has ended, and nobody was told."""
+    name: str
+    pid: int
+
+    def to_json(self) -> dict[str, Any]:
+        service = None if self.service is None else self.service.to_json()
+        return {**asdict(self), "memory": str(self.memory), "service": service}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Kept:
+        service = None if fields["service"] is None else Watched.of(fields["service"])
+        ends = tuple(ServiceEnd(**each) for each in fields["ends"])
+        return cls(**{**fields, "memory": Path(fields["memory"]), "service": service, "ends": ends})
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLeft:
+    """What an agent leaves for its next program: processes, and the releases of jobs."""
+
+    processes: tuple[Kept, ...] = ()
+    starts: Mapping[Path, JobStart] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        starts = {str(folder): asdict(start) for folder, start in self.starts.items()}
+        return {"processes": [each.to_json() for each in self.processes], "starts": starts}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> MachineLeft:
+        starts = {Path(folder): JobStart(**start) for folder, start in fields["starts"].items()}
+        return cls(tuple(map(Kept.of, fields["processes"])), starts)
+
+
+class _Process:
+    """A process of a job, whoever calls for it. `free` gives back what it has once it is gone."""
+
+    def __init__(self, memory: Path, name: str, pid: int, supervisor: Supervisor, free: AsyncExitStack) -> None:
+        self.memory = memory
+        self.name = name
+        self.pid = pid
+        self.supervisor = supervisor
+        self.free = free
+        self.told = asyncio.Event()
+        """Its caller knows that it is kept."""
+
+    def kept(self) -> Kept:
+        service = next(iter(self.supervisor.watched()), None)
+        return Kept(self.memory, service, tuple(self.supervisor.untold_ends()), self.name, self.pid)
 
 
 class MachineServicer(machine_pb2_grpc.MachineServicer):
     def __init__(
-        self, start_child: StartChild | None, host_memory_root: Path, devices: Sequence[CudaDevice] = ()
+        self,
+        start_child: StartChild | None,
+        host_memory_root: Path,
+        devices: Sequence[CudaDevice] = (),
+        *,
+        left: MachineLeft | None = None,
     ) -> None:
-        """`devices`: those that jobs may use."""
+        """`devices`: those that jobs may use. `left`: by the agent's program before."""
         self._start_child = start_child
         self._devices = devices
-        self._memories = _JobMemories(host_memory_root)
+        left = left or MachineLeft()
+        self._memories = JobMemories(host_memory_root, left.starts)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
+        self._called: set[_Process] = set()
+        self._uncalled: dict[int, _Process] = {}
+        """Those that the program before has left, by pid, until somebody calls for them."""
         self._ending: set[asyncio.Task[None]] = set()
         self._gone = asyncio.Event()
+        self._leaving = asyncio.Event()
         self._log = structlog.get_logger("agent")
+        self._left = left.processes
+
+    async def take_over(self) -> None:
+        """Takes the processes that the program before has left. Call it before the first call comes."""
+        for kept in self._left:
+            place = (kept.memory, kept.name)
+            self._running.add(place)
+            free = AsyncExitStack()
+            free.callback(self._free, place)
+            await free.enter_async_context(self._memories.of_kept(kept.memory))
+            supervisor = Supervisor(self._start_child, untold=kept.ends)
+            if kept.service is not None:
+                supervisor.watch(kept.service)
+            free.callback(self._log.info, "process gone", memory=kept.memory.name, name=kept.name)
+            free.push_async_callback(supervisor.aclose)
+            self._uncalled[kept.pid] = _Process(kept.memory, kept.name, kept.pid, supervisor, free)
+        if self._left:
+            self._log.info("processes kept", number=len(self._left))
+            asyncio.get_running_loop().call_later(KEPT_S, self._end_uncalled)
+
+    def _end_uncalled(self) -> None:
+        for process in self._uncalled.values():
+            self._log.warning("nobody has called for a process that was kept", name=process.name, pid=process.pid)
+            self._end(process)
+        self._uncalled.clear()
+
+    async def leave(self) -> MachineLeft:
+        """Tells the callers that their processes are kept. Then the next program has to take this one's place."""
+        await self.aclose()
+        self._leaving.set()
+        tellings = [asyncio.create_task(process.told.wait()) for process in self._called]
+        if tellings:
+            _, untold = await asyncio.wait(tellings, timeout=_TOLD_S)
+            for task in untold:
+                task.cancel()
+        processes = tuple(each.kept() for each in (*self._called, *self._uncalled.values()))
+        return MachineLeft(processes, self._memories.starts)
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         has_shared = bool(request.shared) and await asyncio.to_thread(_is_seen, Path(request.shared))
@@ -98,34 +204,89 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
         start = await _first(requests)
-        config = await _config_of(start)
-        spec, memory = _spec_of(start, config), Path(config.runtime.host_memory_root)
-        place, files = (memory, spec.name), dict(start.files)
-        self._memories.check(memory, files)
-        while place in self._running or not self._memories.have_room(memory, files):
-            # What ran before, for a caller that is gone, is still ending.
-            yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), BEAT_S)
-        self._running.add(place)
-        ran = AsyncExitStack()
-        ran.callback(self._free, place)
+        if start.kept_pid:
+            process = self._kept(start)
+        else:
+            config = await _config_of(start)
+            memory, files = Path(config.runtime.host_memory_root), dict(start.files)
+            spec = _spec_of(start, config, self._memories.start_of(memory, files))
+            place = (memory, spec.name)
+            self._memories.check(memory, files)
+            while place in self._running or not self._memories.have_room(memory, files):
+                # What ran before, for a caller that is gone, is still ending.
+                yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), BEAT_S)
+            process = await self._started(memory, files, spec)
+        self._called.add(process)
         try:
-            await ran.enter_async_context(self._memories.of_job(memory, files))
-            supervisor = Supervisor(self._start_child)
-            pid = supervisor.start(spec)
-            ran.callback(self._log.info, "process gone", job=config.job, name=spec.name)
-            ran.push_async_callback(supervisor.aclose)
-            self._log.info("process started", job=config.job, name=spec.name, pid=pid)
-            yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=pid))
-            async for response in _until_ended(supervisor, spec.name, requests):
+            yield machine_pb2.RunProcessResponse(started=machine_pb2.ProcessStarted(pid=process.pid))
+            async for response in self._until_ended(process, requests):
                 yield response
         finally:
-            # In a task of its own: gRPC may cancel a call again while its process ends.
-            ending = asyncio.create_task(ran.aclose())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            await asyncio.shield(ending)
+            if not self._leaving.is_set():
+                self._called.discard(process)
+                await asyncio.shield(self._end(process))
+
+    async def _started(self, memory: Path, files: Mapping[str, bytes], spec: ServiceSpec) -> _Process:
+        place = (memory, spec.name)
+        self._running.add(place)
+        free = AsyncExitStack()
+        free.callback(self._free, place)
+        async with free:
+            await free.enter_async_context(self._memories.of_job(memory, files))
+            supervisor = Supervisor(self._start_child)
+            pid = supervisor.start(spec)
+            self._log.info("process started", memory=memory.name, name=spec.name, pid=pid)
+            free.callback(self._log.info, "process gone", memory=memory.name, name=spec.name)
+            free.push_async_callback(supervisor.aclose)
+            return _Process(memory, spec.name, pid, supervisor, free.pop_all())
+
+    def _kept(self, start: machine_pb2.ProcessStart) -> _Process:
+        """ValueError where no such process was kept."""
+        process = self._uncalled.get(start.kept_pid)
+        if process is None or process.name != _name_of(start):
+            raise ValueError(f"no process {start.kept_pid} of {_name_of(start)} was kept, or it was ended since")
+        return self._uncalled.pop(start.kept_pid)
+
+    def _end(self, process: _Process) -> asyncio.Task[None]:
+        """In a task of its own: gRPC may cancel a call again while its process ends."""
+        ending = asyncio.create_task(process.free.aclose())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        return ending
+
+    async def _until_ended(
+        self, process: _Process, requests: Requests
+    ) -> AsyncIterator[machine_pb2.RunProcessResponse]:
+        """Beats, and at last the end. It returns without one once the caller is gone."""
+        ended = asyncio.create_task(process.supervisor.next_end())
+        listening = asyncio.create_task(_listen(process.supervisor, process.name, requests))
+        leaving = asyncio.create_task(self._leaving.wait())
+        tasks = (ended, listening, leaving)
+        try:
+            while True:
+                await asyncio.wait(tasks, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    ended.cancel()  # what it has not taken stays to be told
+                    await asyncio.gather(ended, return_exceptions=True)
+                if ended.done() and not ended.cancelled():
+                    status = ended.result().exit_status
+                    process.told.set()
+                    self._called.discard(process)
+                    yield machine_pb2.RunProcessResponse(ended=machine_pb2.ProcessEnded(exit_status=status))
+                    return
+                if leaving.done():
+                    yield machine_pb2.RunProcessResponse(kept=machine_pb2.ProcessKept(seconds=int(KEPT_S)))
+                    process.told.set()
+                    await asyncio.Event().wait()  # this program has no other end
+                if listening.done():
+                    return
+                yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _free(self, place: tuple[Path, str]) -> None:
         self._running.discard(place)
@@ -147,28 +308,6 @@ async def _first(requests: Requests) -> machine_pb2.ProcessStart:
     return request.start
 
 
-async def _until_ended(
-    supervisor: Supervisor, name: str, requests: Requests
-) -> AsyncIterator[machine_pb2.RunProcessResponse]:
-    """Beats, and at last the end. It returns without one once the caller is gone."""
-    ended = asyncio.create_task(supervisor.next_end())
-    listening = asyncio.create_task(_listen(supervisor, name, requests))
-    try:
-        while True:
-            await asyncio.wait({ended, listening}, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                status = ended.result().exit_status
-                yield machine_pb2.RunProcessResponse(ended=machine_pb2.ProcessEnded(exit_status=status))
-                return
-            if listening.done():
-                return
-            yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
-    finally:
-        for task in (ended, listening):
-            task.cancel()
-        await asyncio.gather(ended, listening, return_exceptions=True)
-
-
 async def _listen(supervisor: Supervisor, name: str, requests: Requests) -> None:
     """Until the caller is silent for too long, or has closed the call."""
     stopping: asyncio.Task[Any] | None = None
@@ -178,85 +317,6 @@ async def _listen(supervisor: Supervisor, name: str, requests: Requests) -> None
                 request = await anext(requests)
             if request.WhichOneof("body") == "stop" and stopping is None:
                 stopping = asyncio.create_task(supervisor.stop(name))
-
-
-class _JobMemories:
-    """The folders of jobs in host memory, as long as a process of the job runs here.
-
-    A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is a launcher's, and
-    is removed where no launcher has its lock any more.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
-        self._users: Counter[Path] = Counter()
-        self._files: dict[Path, Mapping[str, bytes]] = {}
-
-    def check(self, folder: Path, files: Mapping[str, bytes]) -> None:
-        """ValueError for a folder that is not of this agent, or a file that is no credential."""
-        own = re.compile(rf"tidegate-{os.getuid()}-[0-9a-f]+")
-        if folder.parent.resolve() != self.root or not own.fullmatch(folder.name):
-            raise ValueError(
-                f"the job's folder in host memory is {folder}, and this agent makes folders of user {os.getuid()} in "
-                f"{self.root}: give it the same --host-memory-root as runtime.host_memory_root, and the same user"
-            )
-        for path in files:
-            if folder / PurePosixPath(path).parent not in job_folders(folder):
-                raise ValueError(f"{path!r} is no file of a job's credential")
-
-    def have_room(self, folder: Path, files: Mapping[str, bytes]) -> bool:
-        """Whether no process of an earlier start of the job is left, which has another credential."""
-        return not self._users[folder] or self._files[folder] == files
-
-    @asynccontextmanager
-    async def of_job(self, folder: Path, files: Mapping[str, bytes]) -> AsyncIterator[None]:
-        """ValueError, OSError."""
-        if not self._users[folder]:
-            _make_anew(folder, files)
-            self._files[folder] = files
-        self._users[folder] += 1
-        try:
-            yield
-        finally:
-            self._users[folder] -= 1
-            if not self._users[folder]:
-                del self._users[folder], self._files[folder]
-                if (folder / MARK).is_file():  # else a launcher on this machine has it now
-                    _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """At once gone for the next one, and then from memory: that may take seconds."""
-    aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-    with suppress(OSError):
-        folder.rename(aside)
-        threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
-
-
-def _make_anew(folder: Path, files: Mapping[str, bytes]) -> None:
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ValueError(f"{folder} is another user's: remove it, or take another host memory") from None
-        if not (folder / MARK).is_file() and held_by(folder / LOCK) is not None:
-            raise ValueError(
-                f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
-            ) from None
-        _remove(folder)
-        folder.mkdir(mode=0o700)
-    _write_private(folder / MARK, b"")
-    for path, data in files.items():
-        _write_private(folder / path, data)
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """A new file: nobody else has made it, and it is no link."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o600), "wb") as file:
-        file.write(data)
 
 
 def _is_seen(path: Path) -> bool:
@@ -306,30 +366,45 @@ def _read(path: Path) -> JobConfig:
     return JobConfig.read(path)
 
 
-def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig) -> ServiceSpec:
+def _name_of(start: machine_pb2.ProcessStart) -> str:
+    return f"{start.role or 'forkserver'}@{start.node}"
+
+
+def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig, release: JobStart) -> ServiceSpec:
     socket, device = fork_server_socket(config, NodeId(start.node)), config.cluster.device
     command: tuple[str, ...] = forkserver_command(socket)
     if start.role:
         words = ("--config", start.config, "--node", start.node, "--forkserver", str(socket))
         command = (f"services.{start.role}", *words)
     return ServiceSpec(
-        name=f"{start.role or 'forkserver'}@{start.node}",
-        command=(sys.executable, "-m", *command),
+        name=_name_of(start),
+        command=(release.python, "-m", *command),
         log_path=Path(start.log),
-        env=service_env(device) if start.role else fork_server_env(device),
+        env=(service_env if start.role else fork_server_env)(device, modules=release.modules),
         stop_timeout_s=_STOP_S,
     )
 
 
 async def run(
-    listen: str, tls: Credentials, host_memory_root: Path, log: Path, devices: Sequence[CudaDevice] = ()
+    listen: str,
+    tls: Credentials,
+    host_memory_root: Path,
+    log: Path,
+    devices: Sequence[CudaDevice] = (),
+    *,
+    again: Sequence[str] = (),
+    left: MachineLeft | None = None,
 ) -> None:
-    """Until SIGTERM. ValueError for an address on which it cannot listen."""
-    stopping = await stop_signal()
+    """Until SIGTERM. `again`: the words that start this program, or that of another release. `left`: by the one before.
+    ValueError for an address on which it cannot listen."""
+    stopping, asked = await stop_signal(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(handover.SIGNAL, asked.set)
+    handover.ready()  # before there are children, who would get this process's mask
     spawner = Spawner.begin(FORKED, env=service_env("cuda" if devices else "cpu"), log_path=log)
     try:
         await spawner.ready()
-        servicer = MachineServicer(spawner.start, host_memory_root, devices)
+        servicer = MachineServicer(spawner.start, host_memory_root, devices, left=left)
+        await servicer.take_over()
         served = Service(
             machine_pb2.DESCRIPTOR.services_by_name["Machine"],
             lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
@@ -339,7 +414,16 @@ async def run(
             f"the agent {tls.identity.name} of cluster {tls.identity.cluster} listens on {server.endpoint}", flush=True
         )
         try:
-            await stopping.wait()
+            while await _is_asked(asked, stopping):
+                asked.clear()
+                try:
+                    handover.check_program(again)
+                except OSError as error:
+                    structlog.get_logger("agent").error("no other program", error=str(error))
+                    continue
+                state = await servicer.leave()
+                spawner.close()
+                handover.take_program(again, state.to_json())
         finally:
             await server.stop(grace_s=STOP_GRACE_S)
             await servicer.aclose()
@@ -347,20 +431,31 @@ async def run(
         spawner.close()
 
 
+async def _is_asked(asked: asyncio.Event, stopping: asyncio.Event) -> bool:
+    """Whether it is to take its program anew, and not to stop, once it is one of the two."""
+    waits = [asyncio.create_task(event.wait()) for event in (asked, stopping)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return not stopping.is_set()
+
+
 def main(args: argparse.Namespace) -> int:
     """`tidegate agent`."""
+    handover.hold()
     configure_logging("agent", level="INFO")
     try:
+        left = handover.handed_over(MachineLeft.of)
         tls = Credentials(args.credentials)
         this_machine(args.host_memory_root)
         if tls.identity.party is not Party.NODE:
             raise ConfigError(f"{args.credentials} is the credential of {tls.identity}: an agent's is of a node")
         devices = cuda_devices() if args.device == "cuda" else []
-        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices))
+        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices, again=args.again, left=left))
     except NoCuda as none:
         print(f"tidegate: --device cuda, but on this machine {none}", file=sys.stderr)
         return 1
-    except (CertsError, ConfigError, ValueError, OSError) as error:
+    except (CertsError, ConfigError, handover.NoHandover, ValueError, OSError) as error:
         print(f"tidegate: {error}", file=sys.stderr)
         return 1
     return 0

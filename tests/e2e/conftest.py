@@ -1,12 +1,16 @@
-"""The reference of the tests of whole jobs: the same job when nothing happens to it."""
+"""The reference of the tests of whole jobs, the same job when nothing happens to it; and a cluster."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.cluster_access import agent_pid
+from tests.e2e.clusters import Cluster
 from tests.e2e.jobs import running, small_job
 
 
@@ -20,3 +24,11 @@ def want_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     checksum: str = asyncio.run(undisturbed())["summary"]["weights_checksum"]
     return checksum
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Cluster]:
+    found = Cluster(tmp_path, capsys)
+    yield found
+    if agent_pid(found.folder) is not None:
+        found.run("down")

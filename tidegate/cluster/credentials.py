@@ -40,6 +40,10 @@ class ClusterCredentials:
             authority.issue(identity, found.of(identity.party), addresses=addresses, days=MOST_DAYS)
         return found
 
+    def pair_of_job(self, job: JobId) -> tuple[Path, Path]:
+        """The folders of those that `issue_to_job` makes."""
+        return self.of_job(job) / Party.SCHEDULER, self.of_job(job) / Party.JOB
+
     def of(self, party: Party) -> Path:
         return self.root / party
 
@@ -53,4 +57,4 @@ class ClusterCredentials:
         own = Identity(CLUSTER, Party.SCHEDULER, f"{_JOBS_SCHEDULER}{job}")
         for identity in (own, job_identity(job)):
             authority.issue(identity, folder / identity.party, days=MOST_DAYS)
-        return folder / Party.SCHEDULER, folder / Party.JOB
+        return self.pair_of_job(job)

@@ -169,7 +169,8 @@ class ClusterFolder:
 class ClusterDescription:
     """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`.
     `address`: where commands of other machines are answered, with the credential in `node_credentials`; empty: they are
-    not. `command_port`: the port there; 0: any."""
+    not. `command_port`: the port there; 0: any. `program`: the one that the agent takes anew.
+    `handover_form`: of what it leaves for it; 0: the agent is of an earlier release, and leaves nothing."""
 
     slots: Slots
     nats_url: str
@@ -179,6 +180,8 @@ class ClusterDescription:
     address: str = ""
     node_credentials: str = ""
     command_port: int = 0
+    program: str = ""
+    handover_form: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -191,7 +194,8 @@ class ClusterDescription:
             slots = Slots.of(typed(dict, fields["slots"], "slots"))
             names = ("nats_url", "redis_url", "agent", "credentials", "address", "node_credentials")
             texts = {name: typed(str, fields[name], name) for name in names}
-            port = typed(int, fields["command_port"], "command_port")
+            program = typed(str, fields.get("program", ""), "program")
+            port, form = (typed(int, fields.get(name, 0), name) for name in ("command_port", "handover_form"))
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
-        return cls(slots, **texts, command_port=port)
+        return cls(slots, **texts, command_port=port, program=program, handover_form=form)

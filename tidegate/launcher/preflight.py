@@ -127,9 +127,8 @@ def machine_fault(
     """How another machine differs from this one, by what it has told. Empty: a job can have nodes on both. `shared`: a
     file on the disk that both have to share, which it was asked for. `job`: one that needs host memory there."""
     key = f"cluster.machines: {machine.name}"
-    for package, own in versions().items():
-        if own and there.versions[package] != own:
-            return f"{key} has {package} {there.versions[package] or '(none)'}, and this one {own}: install the same"
+    if fault := release_fault(there, machine):
+        return fault
     if not there.host_memory_id:
         return f"{key}: its agent is of an earlier release: install the same as here"
     if there.user != os.getuid():
@@ -145,8 +144,8 @@ def machine_fault(
             return f"cluster.addresses: {node}: {address} is no address of {machine.name}, which has {listed}"
     if cluster.device == "cuda" and not there.cuda_devices:
         return f"{key}: its agent lends no CUDA device: start it with tidegate agent --device cuda"
-    if fault := devices_fault(cluster, len(there.cuda_devices), machine=machine.name):
-        return fault
+    if lacks := devices_fault(cluster, len(there.cuda_devices), machine=machine.name):
+        return lacks
     if job is not None and there.missing_paths:
         missing = [f"{path} ({name})" for name, path in named_paths(job.config).items() if path in there.missing_paths]
         return f"{key} has no {' and no '.join(missing)}: put it on storage that all machines have, at the same path"
@@ -154,6 +153,15 @@ def machine_fault(
     room = there.host_memory.total_bytes
     if job is not None and len(machine.nodes) * node_bytes(job) > room:
         return f"{key} has in {there.host_memory_root} {shortage(job, len(machine.nodes), size_text(room))}"
+    return ""
+
+
+def release_fault(there: machine_pb2.GetMachineResponse, machine: MachineSection) -> str:
+    """How the packages of another machine differ from those here. Empty: not at all."""
+    for package, own in versions().items():
+        if own and there.versions[package] != own:
+            told = f"{package} {there.versions[package] or '(none)'}, and this one {own}"
+            return f"cluster.machines: {machine.name} has {told}: install the same"
     return ""
 
 

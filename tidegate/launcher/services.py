@@ -159,11 +159,10 @@ class JobServices:
         return ("--config", str(self._folder.config))
 
 
-def service_env(device: DeviceKind) -> dict[str, str]:
-    """The environment of a service, besides this process's."""
-    root = str(Path(tidegate.__file__).parents[1])
+def service_env(device: DeviceKind, *, modules: str = "") -> dict[str, str]:
+    """The environment of a service, besides this process's. `modules`: the folder of another release's."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [modules or own_modules(), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Safe path: a folder called `services` in the launcher's working directory is not Tidegate's.
     return (
         {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -172,10 +171,24 @@ def service_env(device: DeviceKind) -> dict[str, str]:
     )
 
 
-def fork_server_env(device: DeviceKind) -> dict[str, str]:
+def outer_environment() -> dict[str, str]:
+    """This process's, without the modules of this installation, which `service_env` has put first."""
+    first, _, others = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+    if first != own_modules():
+        return dict(os.environ)
+    outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return outer | ({"PYTHONPATH": others} if others else {})
+
+
+def own_modules() -> str:
+    """The folder of this release's modules."""
+    return str(Path(tidegate.__file__).parents[1])
+
+
+def fork_server_env(device: DeviceKind, *, modules: str = "") -> dict[str, str]:
     """Its imports ask whether there is a device. NVIDIA's management library tells without a CUDA context, which would
     start a thread and survive no fork. On CPUs the variable changes nothing."""
-    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | service_env(device)
+    return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | service_env(device, modules=modules)
 
 
 def forkserver_command(socket: Path) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ Invariants:
 - Who is let in later disturbs nobody, and who is put out has no right any more. [test_server_guard: let_in_later]
 - The terminal's Ctrl-C does not reach a server, so that its users can finish first.
   [test_embedded: interrupt_does_not_reach_the_servers]
+- Servers outlive a new program of this process (`handover`), which has their numbers and the lock.
+  [test_handover: servers_live_on]
 - `start` returns when both servers answer and are the ones that it started.
   [test_embedded: a_taken_port_is]
 """
@@ -28,9 +30,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tidegate.runtime.processes import ChildByPid
 from tidegate.runtime.server_kinds import NATS, VALKEY, Running, ServerGuard, ServerKind, packaged_binary
 
 START_TIMEOUT_S = 20.0
@@ -55,6 +59,16 @@ class FolderInUse(RuntimeError):
     """Servers of another process run in the folder."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServers:
+    """Servers of this process under its earlier program. A pid is None where the server has died."""
+
+    lock_fd: int
+    nats: tuple[int, int | None]
+    store: tuple[int, int | None]
+    """Port and pid."""
+
+
 class EmbeddedServer:
     """One server. Its port is chosen at the first start and stays. pid and pidfd are those of the last start.
 
@@ -77,8 +91,14 @@ class EmbeddedServer:
         self._stop_grace_s = stop_grace_s
         self._folder = folder
         self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ChildByPid | None = None
         self._pidfd = -1
+
+    def take(self, port: int, pid: int | None) -> None:
+        """One that this process has started under its earlier program."""
+        self._port = port
+        if pid is not None:
+            self._process, self._pidfd = ChildByPid(pid), os.pidfd_open(pid)
 
     @property
     def name(self) -> str:
@@ -162,7 +182,7 @@ class EmbeddedServer:
             os.close(self._pidfd)
         self._process, self._pidfd = None, -1
 
-    def _running_process(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes] | ChildByPid:
         assert self._process is not None, f"{self.name} is not started"
         return self._process
 
@@ -215,14 +235,25 @@ class EmbeddedServers:
         store_port: int | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         store_env: Mapping[str, str] | None = None,
+        running: RunningServers | None = None,
     ) -> None:
         """Without a `guard` any process of this machine may connect. `store_env` is added to the environment of the
-        store's server."""
+        store's server. `running`: those that run already, with this guard."""
         self._folder = folder.absolute()
         self._lock_fd = -1
         made = partial(EmbeddedServer, folder=self._folder, stop_grace_s=stop_grace_s, guard=guard)
         self.nats = made(NATS, port=nats_port)
         self.store = made(VALKEY, port=store_port, env=store_env)
+        if running is not None:
+            self._lock_fd = running.lock_fd
+            self.nats.take(*running.nats)
+            self.store.take(*running.store)
+
+    @property
+    def running(self) -> RunningServers:
+        """For a program that takes the place of this one."""
+        nats, store = ((each.port, each.pid if each.is_running else None) for each in (self.nats, self.store))
+        return RunningServers(self._lock_fd, nats, store)
 
     async def __aenter__(self) -> EmbeddedServers:
         await self.start()

@@ -47,15 +47,25 @@ class Front:
         self.port = 0
 
     @classmethod
-    async def open(cls, address: str, *, to_port: int, credential: Path | None) -> Front:
-        """To the server at `to_port` of loopback. OSError where it cannot listen there."""
+    async def open(cls, address: str, *, to_port: int, credential: Path | None, listener: int | None = None) -> Front:
+        """To the server at `to_port` of loopback. `listener`: the descriptor of a front that this process had under its
+        earlier program. OSError where it cannot listen there."""
         found = cls(to_port)
         tls: dict[str, Any] = (
             {} if credential is None else {"ssl": _tls_of(credential), "ssl_handshake_timeout": _HANDSHAKE_S}
         )
-        found._server = await asyncio.start_server(found._serve, address, 0, **tls)
+        where: dict[str, Any] = {"host": address, "port": 0}
+        if listener is not None:
+            where = {"sock": socket.socket(fileno=listener)}
+        found._server = await asyncio.start_server(found._serve, **where, **tls)
         found.port = found._server.sockets[0].getsockname()[1]
         return found
+
+    @property
+    def listener(self) -> int:
+        """The descriptor of its listening socket."""
+        assert self._server is not None, "it is open"
+        return self._server.sockets[0].fileno()
 
     async def aclose(self) -> None:
         if self._server is not None:

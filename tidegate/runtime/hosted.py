@@ -9,6 +9,7 @@ When it dies, the call ends, and with it the process.
 Invariants:
 - It ends as the process does. [test_machine: ends_with_the_status_of_its_process]
 - Where the agent is gone it says so, and ends with status 1. [test_machine: an_agent_that_is_gone]
+- Where the agent takes its program anew, it goes on with the process. [test_machine_reload: goes_on_with_its_process]
 - It waits for an agent that is not there yet, and ends for good where it is refused. [test_machine: waits_for_an_agent]
   [test_machine: a_refusal_ends]
 """
@@ -46,6 +47,8 @@ _LIFE_S = 1e7
 AGAIN_S = 2.0
 AWAY_S = 900.0
 """How often an agent is asked that does not answer, and for how long: a machine may start anew meanwhile."""
+_KEPT_AGAIN_S = 0.2
+"""How often an agent is asked that takes its program anew."""
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -102,19 +105,27 @@ async def run(hosted: Hosted, config: JobConfig) -> int:
         call = Call()
         try:
             stub = stub_of(channels, machine, tls.identity.cluster)
-            return await call.status(stub.RunProcess(_requests(start, stopping), timeout=_LIFE_S), hosted.log)
+            responses = stub.RunProcess(_requests(start, stopping), timeout=_LIFE_S)
+            return await call.status(responses, hosted.log)
         except TimeoutError:
             why, is_final = f"silent for {LOST_S:g} s", False
         except grpc.aio.AioRpcError as error:
             why, is_final = str(error.details()), error.code() in _REFUSALS
         finally:
             await channels.close()
-        if not is_told or is_final:
+        if call.kept_s:
+            start.kept_pid, gives_up_s = call.pid, loop.time() + call.kept_s
+            continue
+        is_over = is_final or loop.time() > gives_up_s
+        if start.kept_pid and not call.pid and not is_over:
+            await asyncio.sleep(_KEPT_AGAIN_S)
+            continue
+        if not is_told or is_over:
             print(f"the agent of {machine.name} at {machine.agent}: {why}", file=sys.stderr, flush=True)
             is_told = True
-        if call.is_running:
+        if call.pid or start.kept_pid:
             return 1
-        if is_final or stopping.is_set() or loop.time() > gives_up_s:
+        if is_over or stopping.is_set():
             return ENDS_AGAIN
         with suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), AGAIN_S)
@@ -139,10 +150,12 @@ async def _requests(
 
 
 class Call:
-    """One call, until the process has ended."""
+    """One call, until the process has ended. `pid`: of the process, once it runs. `kept_s`: the agent takes its program
+    anew, and another call goes on with the process within this time."""
 
     def __init__(self) -> None:
-        self.is_running = False
+        self.pid = 0
+        self.kept_s = 0
 
     async def status(self, responses: Any, log: Path) -> int:
         """TimeoutError after `LOST_S` of silence. AioRpcError."""
@@ -151,12 +164,17 @@ class Call:
             async for response in responses:
                 patience.reschedule(loop.time() + LOST_S)
                 body = response.WhichOneof("body")
-                self.is_running = self.is_running or body == "started"
-                if body == "ended":
+                if body == "started":
+                    self.pid = response.started.pid
+                elif body == "kept":
+                    self.kept_s = response.kept.seconds
+                elif body == "ended":
                     status = int(response.ended.exit_status)
                     if status > 0:
                         print(_last_line(log), file=sys.stderr)
                     return status
+        if self.kept_s:
+            raise TimeoutError
         print("the agent ended the call without a status: it had heard nothing from here", file=sys.stderr)
         return 1
 

@@ -15,6 +15,8 @@ Invariants:
 - A service that leaves with status 0 is not restarted, unless it has to stay (`stays`), nor one that says by
   `ENDS_AGAIN` that it would not help. [test_processes: a_service_that_leaves] [test_processes: that_has_to_stay]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
+- A launcher that takes a new program (`handover`) watches its services on, as if it had started them.
+  [test_handover: the_services_live_on] [test_handover: while_nobody_watched]
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
@@ -78,6 +80,54 @@ class Child(Protocol):
         ...
 
 
+class ChildByPid:
+    """A child of this process that a fork of it has started, or this process itself under an earlier program."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def kill(self) -> None:
+        """Does nothing where it is dead."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """As `wait`. None while it lives."""
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int:
+        """The exit status, negative for a signal. The child must be dead, or this waits for it."""
+        status = self._waited(0)
+        assert status is not None, "it was waited for"
+        return status
+
+    def _waited(self, options: int) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A service that runs, or that is to be started again."""
+
+    spec: ServiceSpec
+    pid: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self.spec), "log_path": str(self.spec.log_path), "pid": self.pid}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Watched:
+        """Of what `to_json` made, under this form of handovers."""
+        told = dict(fields)
+        pid, log, command = told.pop("pid"), Path(told.pop("log_path")), tuple(told.pop("command"))
+        return cls(ServiceSpec(log_path=log, command=command, **told), pid)
+
+
 StartChild = Callable[[ServiceSpec], Child]
 """Starts a service's process, as a child of this one that leads a session and dies with it."""
 
@@ -86,10 +136,13 @@ class Supervisor:
     """See the module head. Use it on the thread that lives as long as the launcher: the main one. Without `start_child`
     a service is a new program (`started`)."""
 
-    def __init__(self, start_child: StartChild | None = None) -> None:
+    def __init__(self, start_child: StartChild | None = None, *, untold: Iterable[ServiceEnd] = ()) -> None:
+        """`untold`: ends that this process has not told under its earlier program."""
         self._start_child = start_child or started
         self._services: dict[str, _Service] = {}
         self._ends: asyncio.Queue[ServiceEnd] = asyncio.Queue()
+        for end in untold:
+            self._ends.put_nowait(end)
 
     def start(self, spec: ServiceSpec) -> int:
         """Returns the process id. ValueError when a service of that name runs, or its program does not exist."""
@@ -101,6 +154,21 @@ class Supervisor:
         self._services.pop(spec.name, None)
         self._services[spec.name] = _Service(spec, self._ends, self._start_child)
         return self._services[spec.name].pid
+
+    def watch(self, service: Watched) -> None:
+        """A service of this process under its earlier program. One that was to be started again is started."""
+        assert service.spec.name not in self._services, f"{service.spec.name} is watched already"
+        child = None if service.pid is None else ChildByPid(service.pid)
+        self._services[service.spec.name] = _Service(service.spec, self._ends, self._start_child, child)
+
+    def watched(self) -> list[Watched]:
+        """Those that run or are to be started again, in the order of their starts."""
+        alive = [each for each in self._services.values() if not each.is_over]
+        return [Watched(each.spec, each.running_pid) for each in alive]
+
+    def untold_ends(self) -> list[ServiceEnd]:
+        """Those that nobody has asked for. They are told by this call, and not again."""
+        return [self._ends.get_nowait() for _ in range(self._ends.qsize())]
 
     def pid(self, name: str) -> int | None:
         """None while the service does not run."""
@@ -124,13 +192,16 @@ class Supervisor:
 class _Service:
     """One service over its restarts."""
 
-    def __init__(self, spec: ServiceSpec, ends: asyncio.Queue[ServiceEnd], start_child: StartChild) -> None:
-        self._spec = spec
+    def __init__(
+        self, spec: ServiceSpec, ends: asyncio.Queue[ServiceEnd], start_child: StartChild, child: Child | None = None
+    ) -> None:
+        """`child`: its process that runs already."""
+        self.spec = self._spec = spec
         self._start_child = start_child
         self._ends = ends
         self._stopping = asyncio.Event()
         self._restarts: deque[float] = deque()
-        self._spawn()
+        self._spawn(child)
         self._life = asyncio.create_task(self._live(), name=f"service-{spec.name}")
 
     @property
@@ -164,8 +235,8 @@ class _Service:
                 return end
             self._spawn()
 
-    def _spawn(self) -> None:
-        self._process = self._start_child(self._spec)
+    def _spawn(self, child: Child | None = None) -> None:
+        self._process = child or self._start_child(self._spec)
         self._is_up = True
         self._started_s = asyncio.get_running_loop().time()
 

@@ -46,7 +46,7 @@ from tidegate.json_text import parse_json
 from tidegate.runtime.child import RESET_SIGNALS, die_with_parent, take_log
 from tidegate.runtime.launch import until_readable
 from tidegate.runtime.process_title import set_process_title
-from tidegate.runtime.processes import Child, ServiceSpec, started
+from tidegate.runtime.processes import Child, ChildByPid, ServiceSpec, started
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_REQUEST_BYTES = 128 * 1024
@@ -58,26 +58,11 @@ _ANSWER_S = 10.0
 """Two forks take some 20 ms on a busy machine."""
 
 
-class Forked:
-    """A child of this process that it did not start itself."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        """The exit status, negative for a signal. The child must be dead, or this waits for it."""
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-
 class Spawner:
     """`begin` makes it, or `forked`. Use it on the thread that made it, and call `start` once `ready` has returned."""
 
     def __init__(
-        self, connection: socket.socket, process: subprocess.Popen[bytes] | Forked, modules: frozenset[str]
+        self, connection: socket.socket, process: subprocess.Popen[bytes] | ChildByPid, modules: frozenset[str]
     ) -> None:
         self._connection = connection
         self._process = process
@@ -126,7 +111,7 @@ class Spawner:
             finally:
                 os._exit(1)
         other.close()
-        return cls(own, Forked(pid), frozenset(modules))
+        return cls(own, ChildByPid(pid), frozenset(modules))
 
     async def ready(self) -> None:
         """Returns once it has imported the modules, and at once after that. If it cannot, all services will be new
@@ -153,7 +138,7 @@ class Spawner:
         request = {"words": words, "log": str(spec.log_path), "env": dict(spec.env)}
         try:
             self._connection.send(json.dumps(request).encode())
-            return Forked(int(parse_json(self._connection.recv(64))))
+            return ChildByPid(int(parse_json(self._connection.recv(64))))
         except (OSError, ValueError) as error:
             self._given_up(error)
             return started(spec)

@@ -278,19 +278,23 @@ class NodeAway(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    KEEPS_JOBS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     seconds: _builtins.float
     reason: _builtins.str
+    keeps_jobs: _builtins.bool
+    """Jobs that have nodes there stay, however long it lasts: its agent is of another release, as in an upgrade."""
     def __init__(
         self,
         *,
         node: _builtins.str = ...,
         seconds: _builtins.float = ...,
         reason: _builtins.str = ...,
+        keeps_jobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_jobs", b"keeps_jobs", "node", b"node", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

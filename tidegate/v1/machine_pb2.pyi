@@ -316,6 +316,7 @@ class ProcessStart(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    KEPT_PID_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     role: _builtins.str
     """actor, rollout, inference; empty: the node's fork server"""
@@ -323,6 +324,8 @@ class ProcessStart(_message.Message):
     """The path of the job's resolved config, on storage that all machines share."""
     log: _builtins.str
     """The file for what the process prints, on that storage."""
+    kept_pid: _builtins.int
+    """Goes on with the process that the agent keeps for this call. 0: starts one."""
     @_builtins.property
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """By path in the job's folder in host memory: the credentials of its processes."""
@@ -335,10 +338,11 @@ class ProcessStart(_message.Message):
         config: _builtins.str = ...,
         log: _builtins.str = ...,
         files: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        kept_pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "files", b"files", "log", b"log", "node", b"node", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "files", b"files", "kept_pid", b"kept_pid", "log", b"log", "node", b"node", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,28 +387,53 @@ class RunProcessResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___ProcessStarted: ...
     @_builtins.property
     def ended(self) -> Global___ProcessEnded: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def kept(self) -> Global___ProcessKept: ...
     def __init__(
         self,
         *,
         started: Global___ProcessStarted | None = ...,
         ended: Global___ProcessEnded | None = ...,
         beat: Global___Beat | None = ...,
+        kept: Global___ProcessKept | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "ended", b"ended", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "ended", b"ended", "kept", b"kept", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "ended", b"ended", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "ended", b"ended", "kept", b"kept", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "ended", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["started", "ended", "beat", "kept"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___RunProcessResponse: _TypeAlias = RunProcessResponse  # noqa: Y015
+
+@_typing.final
+class ProcessKept(_message.Message):
+    """This call ends, and the process lives on for so long: another call goes on with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.int
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessKept: _TypeAlias = ProcessKept  # noqa: Y015
 
 @_typing.final
 class ProcessStarted(_message.Message):

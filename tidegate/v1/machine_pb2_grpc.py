@@ -82,7 +82,8 @@ class MachineServicer:
 
     def RunProcess(self, request_iterator, context):
         """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
-        come at least every two seconds: who hears nothing for ten takes the other side for gone.
+        come at least every two seconds: who hears nothing for ten takes the other side for gone. An agent that takes its
+        program anew says so before (`ProcessKept`), and another call goes on with the process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,8 @@ class MachineStub:
     """What the gates of nodes here say: who may use their GPUs, and whether a process does."""
     RunProcess: _grpc.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
-    come at least every two seconds: who hears nothing for ten takes the other side for gone.
+    come at least every two seconds: who hears nothing for ten takes the other side for gone. An agent that takes its
+    program anew says so before (`ProcessKept`), and another call goes on with the process.
     """
 
 @_typing.type_check_only
@@ -53,7 +54,8 @@ class MachineAsyncStub(MachineStub):
     """What the gates of nodes here say: who may use their GPUs, and whether a process does."""
     RunProcess: _aio.StreamStreamMultiCallable[_machine_pb2.RunProcessRequest, _machine_pb2.RunProcessResponse]  # type: ignore[assignment]
     """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
-    come at least every two seconds: who hears nothing for ten takes the other side for gone.
+    come at least every two seconds: who hears nothing for ten takes the other side for gone. An agent that takes its
+    program anew says so before (`ProcessKept`), and another call goes on with the process.
     """
 
 class MachineServicer(metaclass=_abc_1.ABCMeta):
@@ -88,7 +90,8 @@ class MachineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_machine_pb2.RunProcessResponse], _abc.AsyncIterator[_machine_pb2.RunProcessResponse]]:
         """A process that lives as long as the call, and no longer. The first request starts it. Later ones, and all answers,
-        come at least every two seconds: who hears nothing for ten takes the other side for gone.
+        come at least every two seconds: who hears nothing for ten takes the other side for gone. An agent that takes its
+        program anew says so before (`ProcessKept`), and another call goes on with the process.
         """
 
 def add_MachineServicer_to_server(servicer: MachineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -311,7 +311,8 @@ class ClusterLoop:
         placed = {each.job: each.gpus for each in before.values() if each.is_placed}
         away = {NodeId(each.node): each.seconds for each in seen.away}
         free = await freed(self.store, placed=placed, gates=seen.gates, away=away)
-        lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S}
+        kept = {NodeId(each.node) for each in seen.away if each.keeps_jobs}
+        lost = {node for node, seconds in away.items() if seconds > LOST_AFTER_S} - kept
         now = await self.store.now_unix_ms()
         is_paused = bool(stored.paused)
         cluster = Cluster(seen.slots.nodes, free, seen.ran, stored.drained, lost, seen.memory, now, is_paused)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.node.__main__ import AgentRuns, _watch_decisions, locked
+from services.node.__main__ import _watch_decisions
+from services.node.agent_lock import AgentRuns, locked
 from services.node.far_machines import FarMachines
 from services.node.jobs import NodeJobs
 from services.node.servicer import NodeServicer, Version

@@ -237,8 +237,14 @@ async def test_a_job_is_interrupted_once_its_machine_is_away_for_long(lab: Lab) 
     loop, _ = await lab.replica()
     lab.machine.starts[ONE] = cluster_pb2.JobStart(job=ONE, start=1)
     await queued(loop, replace(submitted(ONE), state=SubmissionState.RUNNING, gpus=ALL[:4], starts=1))
-    for seconds, stopped in ((LOST_AFTER_S - 1, []), (LOST_AFTER_S + 1, [(ONE, False)])):
-        lab.machine.away_nodes = [cluster_pb2.NodeAway(node="n0", seconds=seconds)]
+    short_s, long_s = LOST_AFTER_S - 1, LOST_AFTER_S + 1
+    for seconds, of_another_release, stopped in (
+        (short_s, False, []),
+        (long_s, True, []),
+        (long_s, False, [(ONE, False)]),
+    ):
+        away = cluster_pb2.NodeAway(node="n0", seconds=seconds, keeps_jobs=of_another_release)
+        lab.machine.away_nodes = [away]
         await loop.round()
         assert lab.machine.stopped == stopped
 

@@ -212,6 +212,19 @@ async def test_a_machine_of_another_version_is_away_and_says_which(lab: Lab, mon
         assert not await lab.away(seen)
 
 
+async def test_a_machine_of_another_release_keeps_its_jobs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = versions()
+    monkeypatch.setattr("tidegate.runtime.inventory.versions", lambda: own | {"torch": "0.1"})
+    async with watched(lab.look(lab.b)) as seen:
+        await lab.changes.get()
+        assert [each.keeps_jobs for each in (await seen.gates())[1]] == [True]
+        await lab.b.stop()
+        async with asyncio.timeout(30):
+            while "it does not answer" not in (await lab.away(seen))["n1"]:  # noqa: ASYNC110 # it is away all the time
+                await asyncio.sleep(0.02)
+        assert [each.keeps_jobs for each in (await seen.gates())[1]] == [False]
+
+
 async def test_of_two_agents_on_one_machine_the_later_one_is_away_while_the_other_is_there(lab: Lab) -> None:
     for each in (lab.b, lab.c):
         each.servicer = _Servicer(lab.folder)

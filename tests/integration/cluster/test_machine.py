@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -17,98 +15,25 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.node import machine
+from services.node.job_memories import MARK
 from services.node.machine import MachineServicer
-from tests.unit.cli.configs import small
+from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, requests, until
 from tidegate.adapters.grpc_client import Channels
-from tidegate.adapters.grpc_server import RpcServer, Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CREDENTIAL, Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import credential_folder
 from tidegate.clocks import FILE, Clocks
-from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.config.sections.evaluation import EvaluationSection
-from tidegate.job import JobFolder, load_job
-from tidegate.launcher.claim import CannotStart, host_memory_folder, write_private
+from tidegate.job import load_job
+from tidegate.launcher.claim import CannotStart, write_private
 from tidegate.launcher.clocks import noted_clocks
 from tidegate.launcher.lock import LOCK, held
 from tidegate.launcher.preflight import check_machines
 from tidegate.ports.rpc import PeerRefused
-from tidegate.runtime.hosted import Hosted
-from tidegate.runtime.processes import ENDS_AGAIN, Child, ServiceSpec, started
-from tidegate.types import LOOPBACK, NodeId, Role
+from tidegate.runtime.processes import ENDS_AGAIN
+from tidegate.types import LOOPBACK
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
-
-WAITS = "import time\nwhile True: time.sleep(60)"
-ENDS_ON_TERM = """
-import signal, sys, time
-signal.signal(15, lambda *_: sys.exit(7))
-print("ready", flush=True)
-while True: time.sleep(60)
-"""
-IGNORES_TERM = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\n" + WAITS
-
-
-@dataclass
-class Lab:
-    """A job's folder, the credentials of a cluster, and the agent of machine `b`, whose processes run `code`."""
-
-    folder: Path
-    code: str = WAITS
-    server: RpcServer = field(init=False)
-    stand_ins: list[asyncio.subprocess.Process] = field(default_factory=list)
-
-    def program(self, spec: ServiceSpec) -> Child:
-        return started(replace(spec, command=(sys.executable, "-c", self.code)))
-
-    def config(self, **cluster: Any) -> JobConfig:
-        """As the launcher resolves it."""
-        raw = small(self.folder)
-        nodes = {"nodes": {"n0": 3}, "component_placement": {"actor": 0, "rollout": 1, "inference": 2}}
-        machines = [{"name": "b", "agent": self.server.endpoint, "nodes": ["n0"]}]
-        own = {
-            "addresses": {"n0": LOOPBACK},
-            "machines": machines,
-            "machine_credentials": str(self.folder / "operator"),
-        }
-        raw["cluster"] = nodes | own | cluster
-        raw["runtime"]["gate_root"] = str(self.folder / "gates")
-        config = parse_config(raw)
-        memory = {"host_memory_root": str(host_memory_folder(config))}
-        return config.model_copy(update={"runtime": config.runtime.model_copy(update=memory)})
-
-    def hosted(self, config: JobConfig, role: Role | None = Role.ACTOR) -> Hosted:
-        job = JobFolder.of(config)
-        job.root.mkdir(parents=True, exist_ok=True)
-        write_private(job.config, config.to_json())
-        # Launcher and agent have one file system here: the agent takes the launcher's folder for its own old one.
-        memory = Path(config.runtime.host_memory_root)
-        own = credential_folder(memory, Party.JOB)
-        own.mkdir(parents=True, exist_ok=True)
-        (memory / machine.MARK).touch()
-        write_private(own / CREDENTIAL, "secret")
-        return Hosted(job.config, NodeId("n0"), role, job.root / "actor@n0.out")
-
-    def printed(self, config: JobConfig) -> str:
-        log = JobFolder.of(config).root / "actor@n0.out"
-        return log.read_text() if log.exists() else ""
-
-    async def serve(self, address: str = f"{LOOPBACK}:0", *, credentials: str = "node") -> RpcServer:
-        servicer = MachineServicer(self.program, self.folder / "memory")
-        served = Service(
-            machine_pb2.DESCRIPTOR.services_by_name["Machine"],
-            lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
-        )
-        return await serve([served], address, tls=Credentials(self.folder / credentials))
-
-    async def stand_in(self, config: JobConfig) -> asyncio.subprocess.Process:
-        return await self.started(self.hosted(config))
-
-    async def started(self, hosted: Hosted) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", *hosted.command())
-        found = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        self.stand_ins.append(found)
-        return found
 
 
 @pytest.fixture
@@ -129,13 +54,6 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         await stand_in.communicate()
     for each in programs():
         each.kill()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Other processes' ends are no events of this one."""
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 # see above
-            await asyncio.sleep(0.02)
 
 
 def programs() -> list[psutil.Process]:
@@ -184,7 +102,7 @@ async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pyte
     (before,) = programs()
     first.kill()
     await first.wait()
-    async with aclosing(_call(lab, start, stays=True)) as responses:
+    async with aclosing(calls(lab, start, stays=True)) as responses:
         async for response in responses:
             assert len(programs()) <= 1
             if response.WhichOneof("body") == "started":
@@ -239,13 +157,13 @@ async def test_a_folder_of_another_user_or_of_the_launcher_is_refused(lab: Lab) 
     config = lab.config()
     memory = Path(config.runtime.host_memory_root)
     start = lab.hosted(config).start(memory)
-    (memory / machine.MARK).unlink()
+    (memory / MARK).unlink()
     with held(memory / LOCK, ValueError), pytest.raises(grpc.aio.AioRpcError, match="of a job that this machine start"):
-        [_ async for _ in _call(lab, start)]
+        [_ async for _ in calls(lab, start)]
     elsewhere = lab.folder / "elsewhere"
     _become_link(memory, elsewhere)
     with pytest.raises(grpc.aio.AioRpcError, match="is another user's"):
-        [_ async for _ in _call(lab, start)]
+        [_ async for _ in calls(lab, start)]
     assert sorted(os.listdir(elsewhere)) == ["credentials", LOCK]
 
 
@@ -254,13 +172,13 @@ async def test_what_a_killed_launcher_left_on_this_machine_goes(lab: Lab) -> Non
     config = lab.config()
     memory = Path(config.runtime.host_memory_root)
     start = lab.hosted(config).start(memory)
-    (memory / machine.MARK).unlink()
+    (memory / MARK).unlink()
     with held(memory / LOCK, ValueError):
         (memory / "left").touch()
-    async with aclosing(_call(lab, start, stays=True)) as call:
+    async with aclosing(calls(lab, start, stays=True)) as call:
         assert (await anext(call)).WhichOneof("body") == "started"
         assert not (memory / "left").exists()
-        assert (memory / machine.MARK).is_file()
+        assert (memory / MARK).is_file()
 
 
 def _become_link(path: Path, to: Path) -> None:
@@ -306,7 +224,7 @@ async def test_a_silent_caller_is_gone(lab: Lab, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "LOST_S", 0.5)
     monkeypatch.setattr(machine, "BEAT_S", 0.1)
     start = lab.hosted(lab.config()).start(Path(lab.config().runtime.host_memory_root))
-    bodies = [response.WhichOneof("body") async for response in _call(lab, start, stays=True)]
+    bodies = [response.WhichOneof("body") async for response in calls(lab, start, stays=True)]
     assert bodies[0] == "started"
     assert set(bodies[1:]) == {"beat"}
     await until(lambda: not programs())
@@ -365,7 +283,7 @@ async def test_what_cannot_run_here_is_refused_and_nothing_is_written_outside_ho
     before = sorted(lab.folder.rglob("*"))
     change(start)
     with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
-        [_ async for _ in _call(lab, start)]
+        [_ async for _ in calls(lab, start)]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sorted(lab.folder.rglob("*")) == before
     assert not programs()
@@ -393,7 +311,7 @@ async def test_a_folder_in_host_memory_that_is_not_the_agents_is_refused(lab: La
     start = lab.hosted(config).start(foreign)
     before = sorted(foreign.iterdir())
     with pytest.raises(grpc.aio.AioRpcError, match="give it the same --host-memory-root"):
-        [_ async for _ in _call(lab, start)]
+        [_ async for _ in calls(lab, start)]
     assert sorted(foreign.iterdir()) == before
 
 
@@ -401,7 +319,7 @@ async def test_a_job_cannot_ask_an_agent(lab: Lab) -> None:
     config = lab.config()
     start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
     with pytest.raises(grpc.aio.AioRpcError, match="job/small of cluster lab may not call") as refused:
-        [_ async for _ in _call(lab, start, who="job")]
+        [_ async for _ in calls(lab, start, who="job")]
     assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -445,24 +363,6 @@ async def test_what_a_config_names_has_to_be_on_every_machine(lab: Lab) -> None:
     for missing in ("weights (model.path)", "data.jsonl (evaluation.data)"):
         assert f"no {lab.folder / missing}" in str(refused.value)
     assert "put it on storage that all machines have, at the same path" in str(refused.value)
-
-
-async def requests(start: machine_pb2.ProcessStart, *, stays: bool) -> AsyncIterator[machine_pb2.RunProcessRequest]:
-    yield machine_pb2.RunProcessRequest(start=start)
-    if stays:
-        await asyncio.Event().wait()
-
-
-async def _call(
-    lab: Lab, start: machine_pb2.ProcessStart, *, stays: bool = False, who: str = "operator"
-) -> AsyncGenerator[machine_pb2.RunProcessResponse]:
-    channels = Channels(default_timeout_s=30, tls=Credentials(lab.folder / who))
-    stub: Any = machine_pb2_grpc.MachineStub(channels.connect(lab.server.endpoint, Identity("lab", Party.NODE, "b")))
-    try:
-        async for response in stub.RunProcess(requests(start, stays=stays), timeout=30):
-            yield response
-    finally:
-        await channels.close()
 
 
 async def test_clocks_are_noted_and_an_agent_that_does_not_answer_costs_a_note(lab: Lab, tmp_path: Path) -> None:

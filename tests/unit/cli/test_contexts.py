@@ -144,7 +144,7 @@ def test_a_context_that_cannot_be_used_is_refused(
     assert not (files / "one.yaml").exists()
 
 
-@pytest.mark.parametrize("words", ["up n0=1", "down", "backup all", "restore all"])
+@pytest.mark.parametrize("words", ["up n0=1", "reload", "down", "backup all", "restore all"])
 def test_what_needs_the_folder_is_done_on_its_machines(
     words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,5 +168,5 @@ def test_every_command_with_a_cluster_is_done_afar_or_refused_there() -> None:
     parser = command_module._parser()
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     takes_cluster = {name for name, own in commands.choices.items() if "--cluster" in own._option_string_actions}
-    assert takes_cluster == LOOKING | CHANGING | {"up", "down", "backup", "restore"}
+    assert takes_cluster == LOOKING | CHANGING | {"up", "reload", "down", "backup", "restore"}
     assert not LOOKING & CHANGING
