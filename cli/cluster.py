@@ -32,7 +32,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
-from tidegate.cluster.keepers import KEEPS, PROGRAM, SILENT_S, Keepers, Term
+from tidegate.cluster.keepers import KEEPS, SILENT_S, Keepers, Term
 from tidegate.cluster.kept_queue import Kept, KeptQueue
 from tidegate.cluster.machines import Machines, far_machine, host_of, is_ipv4
 from tidegate.cluster.placement import Room, placed_gpus
@@ -56,6 +56,7 @@ UP_TIMEOUT_S = 60.0
 DOWN_TIMEOUT_S = 120.0
 _LOOK_AGAIN_S = 0.05
 MOST_SLOTS = 1024
+_AFTERWARDS = "once it is started again, jobs go on from their checkpoints"
 
 
 def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
@@ -389,61 +390,77 @@ async def _answers(folder: ClusterFolder) -> None:
 
 
 def reload(output_dir: Path, form: Form) -> int:
-    """Lets the agent take its program anew, and returns once the cluster answers again. NoCluster, NotUp."""
+    """Lets the agent of the cluster take its program anew, and returns once the cluster answers again. NoCluster,
+    NotUp."""
     folder = ClusterFolder.of(output_dir)
     pid = agent_pid(folder)
     if pid is None:
         raise NoCluster(f"no cluster is up in {output_dir}")
     if not pid:
         raise NotUp(f"the cluster of {output_dir} is up on another machine: reload it there")
-    before = record_of_holder(folder.lock) or {}
-    found = _description(folder)
-    if before.get(KEEPS) and found and found.handover_form != handover.FORM:
-        raise NotUp(
-            f"the agent {pid} is of a release whose jobs cannot go on under this one (form {found.handover_form}, not "
-            f"{handover.FORM}): end the cluster with {command_in(output_dir, 'down')} and start it, and jobs go on "
-            "from their checkpoints"
-        )
-    if before.get(KEEPS) and found:
+    if found := _description(folder) if (record_of_holder(folder.lock) or {}).get(KEEPS) else None:
+        if found.handover_form != handover.FORM:
+            raise NotUp(
+                f"the agent {pid} is of a release whose jobs cannot go on under this one (form {found.handover_form}, "
+                f"not {handover.FORM}): end the cluster with {command_in(output_dir, 'down')} and start it, and jobs "
+                "go on from their checkpoints"
+            )
         try:
             handover.check_program([found.program])
         except OSError as error:
             raise NotUp(str(error)) from error
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, handover.SIGNAL)
-        keeps = _until_reloaded(folder, pid, pidfd, before.get(PROGRAM, 0))
-    finally:
-        os.close(pidfd)
-    text = f"the cluster of {output_dir} goes on under the program of now, and so do its jobs"
-    if not keeps:
-        text = f"this machine stands by for the cluster of {output_dir} under the program of now"
+    reload_process(pid)
+    text = f"this machine stands by for the cluster of {output_dir} under the program of now"
+    if keeps := bool((record_of_holder(folder.lock) or {}).get(KEEPS)):
+        text = f"the cluster of {output_dir} goes on under the program of now, and so do its jobs"
+        _until_it_answers(folder, pid)
     print(answer_text({"folder": str(output_dir), "agent": pid, "keeps": keeps}, text, form))
     return 0
+
+
+def reload_process(pid: int) -> None:
+    """Lets an agent take its program anew. NotUp where it has ended, or knows no such thing."""
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    try:
+        before = handover.number_of(pid)
+        if not handover.takes_programs(pid):
+            raise NotUp(
+                f"process {pid} takes no other program: it is no agent, of an earlier release, or has just begun"
+            )
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, handover.SIGNAL)
+            while not (handover.number_of(pid) > before and handover.takes_programs(pid)):
+                if select.select([pidfd], [], [], _LOOK_AGAIN_S)[0]:
+                    raise ProcessLookupError
+                if time.monotonic() > deadline_s:
+                    raise NotUp(
+                        f"the agent {pid} has not taken its program anew within {UP_TIMEOUT_S:g} s: see its log"
+                    )
+        finally:
+            os.close(pidfd)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotUp(f"the agent {pid} has ended: see its log; {_AFTERWARDS}") from error
+    except PermissionError as error:
+        raise NotUp(f"process {pid} is another user's ({error})") from error
+
+
+def _until_it_answers(folder: ClusterFolder, pid: int) -> None:
+    """NotUp."""
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with suppress(NoCluster, PeerUnavailable):
+            return asyncio.run(_answers(folder))
+        if agent_pid(folder) != pid:
+            raise NotUp(f"the agent {pid} ended under its new program: see {folder.logs}; {_AFTERWARDS}")
+        time.sleep(_LOOK_AGAIN_S)
+    raise NotUp(f"the cluster gives no answer within {UP_TIMEOUT_S:g} s of its new program: see {folder.logs}")
 
 
 def _description(folder: ClusterFolder) -> ClusterDescription | None:
     with suppress(FileNotFoundError, ValueError):
         return ClusterDescription.parse(folder.description.read_bytes())
     return None
-
-
-def _until_reloaded(folder: ClusterFolder, pid: int, pidfd: int, program: int) -> bool:
-    """Whether it keeps the cluster, and does not only stand by. NotUp."""
-    deadline_s = time.monotonic() + UP_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        record = record_of_holder(folder.lock) or {}
-        if select.select([pidfd], [], [], _LOOK_AGAIN_S)[0]:
-            raise NotUp(
-                f"the agent {pid} ended while it took its program anew: see {folder.logs}; once it is started again, "
-                "jobs go on from their checkpoints"
-            )
-        with suppress(NoCluster, PeerUnavailable):
-            if record.get(PROGRAM, 0) > program:
-                if record.get(KEEPS):
-                    asyncio.run(_answers(folder))
-                return bool(record.get(KEEPS))
-    raise NotUp(f"the agent {pid} has not taken its program anew within {UP_TIMEOUT_S:g} s: see {folder.logs}")
 
 
 def down(output_dir: Path, form: Form) -> int:

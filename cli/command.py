@@ -157,7 +157,10 @@ def _run(args: argparse.Namespace) -> int:
         case "down":
             return cluster.down(output_dir, form)
         case "reload":
-            return cluster.reload(output_dir, form)
+            if args.agent is None:
+                return cluster.reload(output_dir, form)
+            cluster.reload_process(args.agent)
+            return 0
         case "backup":
             return asyncio.run(backup.back_up(args.file, output_dir, form))
         case "restore":
@@ -314,7 +317,9 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     )
     cluster.add_machine_arguments(up)
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
-    command("reload", "Let the cluster take its program anew, such as that of a newer release. Jobs run on.")
+    reload = command("reload", "Let the cluster take its program anew, such as that of a newer release. Jobs run on.")
+    help_ = "not the cluster: the `tidegate agent` of this process"
+    reload.add_argument("--agent", type=int, metavar="PID", help=help_)
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     back_up = command(
         "backup", "Write the cluster's jobs to a new file, from which `restore` puts them into a queue again."

@@ -27,7 +27,7 @@ from typing import NoReturn
 from services.node.handed import ClusterLeft, Left
 from services.node.keeping import LOOK_S, Beats, claimed
 from tidegate.cluster.folder import ClusterFolder
-from tidegate.cluster.keepers import KEEPS, PROGRAM, Keepers, Term
+from tidegate.cluster.keepers import KEEPS, Keepers, Term
 from tidegate.launcher.lock import RECORD_BYTES, held, machine_number
 from tidegate.launcher.services import outer_environment
 from tidegate.runtime import handover
@@ -47,18 +47,19 @@ class AgentLock:
 
     def __init__(self, fd: int, left: Left | None) -> None:
         self.left = left
-        self.number = left.number if left else 0
+        self.number = handover.number_of(os.getpid())
+        """How many programs this process had before."""
         self._fd = fd
         self.note(keeps=bool(left and left.cluster))
 
     def note(self, *, keeps: bool) -> None:
         """`keeps`: this agent keeps the cluster, and does not only wait for that."""
-        record = {"pid": os.getpid(), "machine": machine_number(), KEEPS: int(keeps), PROGRAM: self.number}
+        record = {"pid": os.getpid(), "machine": machine_number(), KEEPS: int(keeps)}
         os.pwrite(self._fd, json.dumps(record).encode().ljust(RECORD_BYTES), 0)
 
     def leave(self, words: Sequence[str], cluster: ClusterLeft | None = None) -> NoReturn:
         """To the next program. OSError where there is none."""
-        left = Left(self.number + 1, self._fd, cluster)
+        left = Left(self._fd, cluster)
         handover.take_program(words, left.to_json(), keeps=left.descriptors, env=outer_environment())
 
 

@@ -62,9 +62,8 @@ class ClusterLeft:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """`number`: how many programs this process has had. `cluster`: None where it stands by."""
+    """`cluster`: None where it stands by."""
 
-    number: int
     lock_fd: int
     cluster: ClusterLeft | None = None
 
@@ -74,9 +73,9 @@ class Left:
 
     def to_json(self) -> dict[str, Any]:
         cluster = None if self.cluster is None else self.cluster.to_json()
-        return {"number": self.number, "lock_fd": self.lock_fd, "cluster": cluster}
+        return {"lock_fd": self.lock_fd, "cluster": cluster}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Left:
         cluster = fields["cluster"]
-        return cls(fields["number"], kept(fields["lock_fd"]), None if cluster is None else ClusterLeft.of(cluster))
+        return cls(kept(fields["lock_fd"]), None if cluster is None else ClusterLeft.of(cluster))

@@ -36,8 +36,6 @@ SILENT_S = 40.0
 to end: they are gone 35 s after its last beat."""
 KEEPS = "keeps"
 """In the record of an agent's lock: 0 for one that waits for its turn."""
-PROGRAM = "program"
-"""In the same record: how many programs the process had before this one."""
 _HALF = 512
 _KEPT = 20
 """The files of earlier terms that stay: for people, and for keepers that stood still."""

@@ -5,7 +5,7 @@ the new program in its place: pid, children and timers stay, and descriptors tha
 descriptors and everything in memory are gone. What the new program needs of that is JSON in a file without a name,
 whose descriptor is in the environment.
 
-    old program: take_program(words, state, keeps=[...])     new program: state = handed_over()
+    old program: take_program(words, state, keeps=[...])     new program: state = handed_over(parse)
 
 From the call to `ready`, signals wait that would end a process without handlers.
 
@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tidegate.json_text import parse_json, typed
@@ -60,7 +61,7 @@ def take_program(
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os.execve(words[0], list(words), {**env, VARIABLE: str(fd)})
+        os.execve(words[0], list(words), {**env, VARIABLE: f"{fd}:{number_of(os.getpid()) + 1}"})
     finally:  # it could not
         for each in kept:
             os.set_inheritable(each, False)
@@ -79,7 +80,7 @@ def handed_over(parse: Callable[[dict[str, Any]], T]) -> T | None:
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
-    fd = int(text)
+    fd = int(text.partition(":")[0])
     os.set_inheritable(fd, False)
     try:
         state = typed(dict, parse_json(os.pread(fd, os.fstat(fd).st_size, 0)), "what was left")
@@ -96,6 +97,24 @@ def kept(fd: int) -> int:
     """A descriptor that was handed over. The children of this process do not get it."""
     os.set_inheritable(fd, False)
     return fd
+
+
+def number_of(pid: int) -> int:
+    """How many programs a process of this user had before its present one. FileNotFoundError, ProcessLookupError: there
+    is no such process."""
+    for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        name, _, text = variable.partition(b"=")
+        if name == VARIABLE.encode():
+            return int(text.partition(b":")[2])
+    return 0
+
+
+def takes_programs(pid: int) -> bool:
+    """Whether a process has a handler for `SIGNAL`, which would end another one. FileNotFoundError,
+    ProcessLookupError: there is no such process."""
+    masks = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    caught, blocked = (int(masks[name], 16) for name in ("SigCgt", "SigBlk"))
+    return bool(caught & ~blocked & 1 << (SIGNAL - 1))
 
 
 def hold() -> None:

@@ -17,6 +17,7 @@ import grpc
 import psutil
 import pytest
 
+from cli.command import execute
 from services.node.job_memories import JobMemories, JobStart
 from services.node.machine import Kept, MachineLeft
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, until
@@ -108,8 +109,13 @@ async def test_a_stand_in_goes_on_with_its_process(agent: Agent) -> None:
     stand_in = await agent.lab.stand_in(config)
     await until(lambda: "ready" in agent.lab.printed(config))
     before = agent.programs()
-    for _ in range(2):
+    for number in (1, 2):
         await asyncio.to_thread(agent.reload)
+        assert agent.process is not None
+        assert handover.number_of(agent.process.pid) == number
+    assert agent.process is not None
+    assert await asyncio.to_thread(execute, ["reload", "--agent", str(agent.process.pid)]) == 0
+    agent.listens()
     stand_in.terminate()
     assert await stand_in.wait() == 7
     assert len(before) == 1
@@ -193,6 +199,19 @@ def test_the_release_of_a_job_is_forgotten_where_it_is_the_agents(tmp_path: Path
     now = JobStart.of_now({"a": b"1"})
     assert JobMemories(tmp_path, {tmp_path: now}).start_of(tmp_path, {"a": b"2"}) != now
     assert JobMemories(tmp_path, {tmp_path: now}).start_of(tmp_path, {"a": b"1"}) == now
+
+
+def test_what_takes_no_other_program_is_not_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    sleeps = subprocess.Popen(["/bin/sleep", "1000"])
+    try:
+        assert execute(["reload", "--agent", str(sleeps.pid)]) == 1
+        assert f"process {sleeps.pid} takes no other program: it is no agent" in capsys.readouterr().err
+        assert sleeps.poll() is None
+    finally:
+        sleeps.kill()
+        sleeps.wait()
+    assert execute(["reload", "--agent", str(sleeps.pid)]) == 1
+    assert f"the agent {sleeps.pid} has ended" in capsys.readouterr().err
 
 
 async def test_a_process_that_was_not_kept_is_refused(agent: Agent) -> None:

@@ -154,7 +154,7 @@ def test_a_stop_meanwhile_is_carried_out_afterwards(tmp_path: Path) -> None:
 def test_what_was_left_of_another_form_is_refused(text: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.memfd_create("test")
     os.write(fd, text.encode())
-    monkeypatch.setenv(handover.VARIABLE, str(fd))
+    monkeypatch.setenv(handover.VARIABLE, f"{fd}:1")
     assert handover.is_handed_over()
     with pytest.raises(handover.NoHandover, match=told):
         handover.handed_over(dict)
