@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.e2e.jobs import REPOSITORY, small_job
+from tests.e2e.lineage import expected_draws, trained_draws
 from tests.hosts.containers import ADDRESSES, MARKS, Container, networked
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
 from tidegate.cluster.keepers import Keepers
@@ -31,6 +32,9 @@ pytestmark = [
 
 MOST_DEPLOY_S = 300
 LOOK_AGAIN_S = 0.5
+MANY = 12 * ITERATIONS
+"""Iterations that last longer than a deployment."""
+MAIN_PIDS = "systemctl show -p MainPID --value 'tidegate-*@tidegate.service'"
 
 
 @dataclass
@@ -197,8 +201,6 @@ def assert_credentials_are_renewed(site: Site) -> None:
 
 def assert_a_release_waits_for_jobs(site: Site) -> None:
     """One with the same code, at another path."""
-    for each in site.machines.values():
-        each.said(f"ln -s {sys.prefix} /opt/other")
     for name in ("undisturbed", "behind"):
         site.submit(name, iterations=6 * ITERATIONS)
     site.until_saved("undisturbed")
@@ -225,6 +227,34 @@ def assert_a_release_waits_for_jobs(site: Site) -> None:
     }
 
 
+def assert_a_release_interrupts_no_job(site: Site) -> None:
+    """One with the same code, at another path: agents and the cluster take it while the job runs."""
+    for each in site.machines.values():
+        each.said(
+            "mkdir -p /opt/tidegate-releases; cd /opt/tidegate-releases; mkdir old new broken used; "
+            "touch new/.installed; touch -d '2 days ago' old/.installed used/.installed; cp /bin/sleep used; "
+            "systemd-run --quiet --unit=of-a-job /opt/tidegate-releases/used/sleep 10000"
+        )
+    before = {name: machine.said(MAIN_PIDS) for name, machine in site.machines.items()}
+    site.submit("third", iterations=MANY)
+    site.until_saved("third")
+    assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
+    (row,) = json.loads(site.tidegate("get", "jobs", "third", "-o", "json"))
+    assert row["state"] == "running"
+    assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
+    assert {name: machine.said(MAIN_PIDS) for name, machine in site.machines.items()} == before
+    told = site.machines["b"].said("journalctl -o cat -u tidegate-agent@tidegate | grep -c 'listens on'")
+    assert int(told) > 1, "the agent of b has taken its program anew"
+    (row,) = json.loads(site.tidegate("wait", "third", "-o", "json"))
+    assert (row["state"], row["starts"]) == ("finished", 1)
+    draws = expected_draws(iterations=MANY, prompts=8, group_size=4)
+    assert trained_draws(site.storage / "jobs" / "third" / "journal.jsonl") == draws
+    found = site.machines["b"].said("ls /opt/tidegate-releases").split()
+    assert found == ["new", "used"], "one to go back to, and that of a process"
+    for each in site.machines.values():
+        each.said("systemctl stop of-a-job")
+
+
 def assert_nothing_is_left(site: Site, *names: str) -> None:
     for name in names:
         machine = site.machines[name]
@@ -247,6 +277,11 @@ def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_f
     site.said_here("context", "add", "lab", "--operator", str(site.folder / "me"), *keepers)
     nodes = json.loads(site.said_here("get", "nodes", "--cluster", "lab", "-o", "json"))
     assert ["keeps" in row["message"] for row in nodes if row["machine"] == first] == [True]
+    for each in site.machines.values():
+        each.said(f"ln -s {sys.prefix} /opt/other")
+    site.deploy(tidegate_environment="/opt/other", **two)
+    assert site.deploy(tidegate_environment="/opt/other", **two) == dict.fromkeys(ADDRESSES, 0)
+    assert site.keeper == first, "its turn goes on under the other release"
     site.machines[first].said("systemctl stop tidegate-cluster@tidegate")
     while (second := site.keeper) == first:
         time.sleep(LOOK_AGAIN_S)
@@ -255,6 +290,8 @@ def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_f
     wait = "runuser -u tidegate -- /opt/tidegate/bin/tidegate wait kept --output-dir /srv/tidegate/jobs"
     site.machines[second].until(wait)
     assert "finished" in site.said_here("get", "jobs", "kept", "--cluster", "lab")
+    (row,) = json.loads(site.said_here("wait", "kept", "--cluster", "lab", "-o", "json"))
+    assert row["starts"] == 2, "only the stop was an interruption"
     assert_all_was_trained_once(site.storage / "jobs" / "kept", site.summary_of("kept"), want_checksum)
     site.deploy(**two)
     assert "stands by" in site.machines[first].said("journalctl -u tidegate-cluster@tidegate | tail -n 3")
@@ -283,23 +320,11 @@ def test_a_cluster_is_deployed_trains_a_job_over_its_machines_loses_one_and_goes
         assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)
 
     assert_a_release_waits_for_jobs(site)
-    # Another release, which does not.
-    for each in site.machines.values():
-        each.said(
-            "mkdir -p /opt/tidegate-releases; cd /opt/tidegate-releases; mkdir old new broken; "
-            "touch new/.installed; touch -d '2 days ago' old/.installed"
-        )
-    site.submit("third")
-    site.until_saved("third")
-    assert min(site.deploy(tidegate_environment="/opt/other").values()) > 0
-    assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
-    assert site.machines["b"].said("ls /opt/tidegate-releases") == "new", "one stays, to go back to"
-
+    assert_a_release_interrupts_no_job(site)
     site.submit("fourth")
     site.until_saved("fourth")
     site.machines["c"].end()
-    for name in ("third", "fourth"):
-        assert_all_was_trained_once(site.storage / "jobs" / name, site.summary_of(name), want_checksum)
+    assert_all_was_trained_once(site.storage / "jobs" / "fourth", site.summary_of("fourth"), want_checksum)
     assert "away" in site.tidegate("get", "nodes")
 
     site.undeploy("--limit", "a,b")
