@@ -11,6 +11,9 @@ server that leads its events (`cluster_failover`).
 `submit_over_cold_run`: from a person's `submit` to the report of a job's first iteration, on a warm cluster, over the
 same from `tidegate run` (`cluster_submit`).
 
+`reload_job_lost_s`, `restart_job_lost_s`: the time that a job loses by another release of the cluster, in place and by
+`down` and `up`. `reload_s`: the time of `tidegate reload`, while which the cluster's API is away (`cluster_reload`).
+
 `jobs_1000_decide_ms`: the 99th percentile of a round of the cluster's scheduler, with 1,000 jobs that wait
 (`cluster_decide`).
 
@@ -33,6 +36,8 @@ from typing import Any
 
 from benchmarks.cluster_decide import decided
 from benchmarks.cluster_failover import failover, node_loss
+from benchmarks.cluster_reload import RUNS as RELOADS
+from benchmarks.cluster_reload import reloaded
 from benchmarks.cluster_submit import RUNS, submitted
 from benchmarks.report import Report, arguments, publish
 from tests.two_machines import are_possible
@@ -164,13 +169,17 @@ def main() -> int:
     cases.append(decided(is_quick=options.quick))
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         cold, warm = starts = submitted(Path(folder), 1 if options.quick else RUNS)
-    cases += starts
+    with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+        in_place, anew = reloads = reloaded(Path(folder), 1 if options.quick else RELOADS)
+    cases += starts + reloads
     figures = {"tls_overhead": with_them["step_p50_ms"] / without["step_p50_ms"]}
     figures |= {f"{part}_overhead": with_them[f"{part}_p50_ms"] / without[f"{part}_p50_ms"] for part in PARTS}
     figures |= lost
     figures["submit_over_cold_run"] = warm["first_iteration_s"] / cold["first_iteration_s"]
+    figures["reload_job_lost_s"], figures["restart_job_lost_s"] = in_place["job_lost_s"], anew["job_lost_s"]
+    figures["reload_s"] = in_place["command_s"]
     figures["jobs_1000_decide_ms"] = next(each["round_p99_ms"] for each in cases if "round_p99_ms" in each)
-    against = "the same servers without credentials, as any process on loopback may use them; a cold tidegate run"
+    against = "the same servers without credentials, as any process may use them; a cold tidegate run; down and up"
     return publish(Report(name="cluster", figures=figures, goals=GOALS, cases=cases, against=against), options)
 
 

@@ -28,14 +28,14 @@ _NODES = ("n0=4", "n1=4")
 def submitted(folder: Path, num_runs: int) -> list[dict[str, Any]]:
     """The seconds of both sides. CalledProcessError where a command fails."""
     cold, warm = [], []
-    _tidegate("up", *_NODES, "--output-dir", str(folder / "warm"))
+    tidegate("up", *_NODES, "--output-dir", str(folder / "warm"))
     try:
         _submitted(folder, "first")
         for number in range(num_runs):
             cold.append(_cold(folder, f"cold{number}"))
             warm.append(_submitted(folder, f"warm{number}"))
     finally:
-        _tidegate("down", "--output-dir", str(folder / "warm"))
+        tidegate("down", "--output-dir", str(folder / "warm"))
     return [
         {"case": name, "first_iteration_s": median(found), "all_s": [round(each, 2) for each in found]}
         for name, found in (("cold run", cold), ("submitted to a warm cluster", warm))
@@ -57,20 +57,25 @@ def _cold(folder: Path, job: str) -> float:
 
 def _submitted(folder: Path, job: str) -> float:
     path, began = _config(folder, job), time.time()
-    _tidegate("submit", str(path), "--follow", "--output-dir", str(folder / "warm"))
+    tidegate("submit", str(path), "--follow", "--output-dir", str(folder / "warm"))
     return reported_s(JobFolder(folder / "warm" / job)) - began
 
 
 def reported_s(folder: JobFolder) -> float:
     """When the actor reported the first iteration, in seconds since 1970."""
-    for line in folder.events.read_text().splitlines():
-        event = parse_json(line)["event"]
-        if "iteration_reported" in event and event["source"].startswith("actor"):
-            return int(event["occurred_unix_ns"]) / 1e9
-    raise AssertionError(f"{folder.events} has no report of an iteration")
+    return report_times_s(folder)[0]
 
 
-def _tidegate(*words: str) -> None:
+def report_times_s(folder: JobFolder) -> list[float]:
+    """When the actor reported each iteration, in seconds since 1970."""
+    events = [parse_json(line)["event"] for line in folder.events.read_text().splitlines()]
+    reports = [each for each in events if "iteration_reported" in each and each["source"].startswith("actor")]
+    assert reports, f"{folder.events} has no report of an iteration"
+    return [int(each["occurred_unix_ns"]) / 1e9 for each in reports]
+
+
+def tidegate(*words: str) -> None:
+    """A command as a person types it. CalledProcessError."""
     subprocess.run(_command(*words), check=True, capture_output=True, timeout=LIMIT_S)
 
 
