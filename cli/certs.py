@@ -25,8 +25,15 @@ def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     added = command("certs", "Make a cluster's authority, and issue, list or revoke credentials.")
     verbs = added.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name: str, description: str) -> argparse.ArgumentParser:
+    def any_verb(name: str, description: str) -> argparse.ArgumentParser:
         found = verbs.add_parser(name, help=description, description=description)
+        # Also after the verb, where the word before it is not to be lost.
+        forms = [form.value for form in Form]
+        found.add_argument("-o", dest="form", choices=forms, default=argparse.SUPPRESS, help="form of the output")
+        return found
+
+    def verb(name: str, description: str) -> argparse.ArgumentParser:
+        found = any_verb(name, description)
         found.add_argument("--authority", type=Path, required=True, metavar="FOLDER", help="the authority's folder")
         return found
 
@@ -38,8 +45,7 @@ def add_command(command: Callable[..., argparse.ArgumentParser]) -> None:
     help_ = "a name or an IP address of its server; may be given several times"
     issue.add_argument("--address", action="append", default=[], metavar="HOST", help=help_)
     issue.add_argument("--days", type=count, default=_DAYS, help=f"how long it lasts (default: {_DAYS})")
-    rights = verbs.add_parser("rights", help=(text := "Print what NATS and Redis servers of your own have to be told."))
-    rights.description = text
+    rights = any_verb("rights", "Print what NATS and Redis servers of your own have to be told.")
     rights.add_argument("--own", type=Path, required=True, metavar="FOLDER", help="the servers' own credential")
     rights.add_argument("user", nargs="+", type=Path, metavar="FOLDER", help="the credential of somebody who may come")
     verb("list", "List the credentials that have not expired.")

@@ -105,7 +105,7 @@ def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespac
         # argparse takes the optional source only before the first flag: add it, as in `logs a -f scheduler`.
         args.source = rest.pop()
     if args.command in ("get", "wait", "prune") and not any(word.startswith("-") for word in rest):
-        args.jobs += rest  # argparse takes them only before the first flag
+        args.jobs = [*args.jobs, *rest]  # argparse takes them only before the first flag
         rest = []
     config = args.config if "config" in args else None
     if rest and (config is None or any(word.startswith("-") for word in rest)):
@@ -270,7 +270,8 @@ def _parser() -> Parser:
     get = on_jobs("get", "List jobs, their evaluations, GPUs or dead letters, or the nodes of the cluster.")
     get.add_argument("what", choices=["jobs", "evaluations", "gpus", "nodes", "deadletters"])
     help_ = "only these jobs; get nodes: only these nodes, or those of these jobs"
-    get.add_argument("jobs", nargs="*", metavar="JOB|NODE", help=help_)
+    # With a default argparse does not ask for them.
+    get.add_argument("jobs", nargs="*", default=[], metavar="JOB|NODE", help=help_)
     get.add_argument("-w", "--watch", action="store_true", help="show it again as it changes, until Ctrl-C")
     for name, description in (
         ("describe", "Show a job: its state, components, iterations and evaluations. Or a node of a cluster."),

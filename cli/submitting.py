@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from cli.cluster_access import NoCluster, cluster_of, refuse_down
 from cli.cluster_queue import row_of, until_ended
 from cli.job_streams import events
@@ -39,6 +41,8 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     """BadUsage, ConfigError, NoCluster."""
     if args.resume and args.force:
         raise BadUsage("--resume needs the files that --force removes: give only one of them")
+    if args.from_afar and args.output_dir is None:
+        raise BadUsage("--from-afar is for a job that another machine has sent: leave it out")
     source = _from_afar(Path(args.output_dir)) if args.from_afar else _typed(args)
     config = source.config.model_copy(update={"output_dir": str(Path(source.config.output_dir).resolve())})
     folder = ClusterFolder.of(Path(config.output_dir))
@@ -85,10 +89,10 @@ def _typed(args: argparse.Namespace) -> _Source:
 
 def _from_afar(output_dir: Path) -> _Source:
     """What another machine has sent: it is on stdin. ConfigError."""
-    sent = command_line_pb2.FarSubmission.FromString(sys.stdin.buffer.read())
     try:
+        sent = command_line_pb2.FarSubmission.FromString(sys.stdin.buffer.read())
         config = JobConfig.from_json(unpacked(sent.config, decode_folders(sent.folders), output_dir))
-    except (OSError, ValueError, RecursionError) as error:
+    except (DecodeError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the job cannot be taken as it was sent: {error}") from error
     return _Source(config.model_copy(update={"output_dir": str(output_dir)}), sent.typed)
 

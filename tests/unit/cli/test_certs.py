@@ -25,7 +25,7 @@ def test_a_credential_from_its_authority_to_its_end(tmp_path: Path, capsys: pyte
     (row,) = json.loads(answer(capsys, "-o", "json", "list", *ca))
     assert (row["party"], row["name"], row["state"]) == ("node", "n0", "29 days left")
     assert "copy" in answer(capsys, "revoke", row["serial"], *ca)
-    (row,) = json.loads(answer(capsys, "-o", "json", "list", *ca))
+    (row,) = json.loads(answer(capsys, "list", "-o", "json", *ca))
     assert row["state"] == "revoked"
     assert "BEGIN PRIVATE KEY" not in told
 

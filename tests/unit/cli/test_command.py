@@ -141,6 +141,8 @@ def test_resume_and_force_contradict_each_other(tmp_path: Path, capsys: pytest.C
             ["plan", "a.yaml", "-o", "svg"],
             "-o: 'svg' is not one of table, json, yaml; `tidegate plan --help` lists",
         ),
+        (["get"], "the following arguments are required: what; `tidegate get --help` lists the"),
+        (["submit", "a.yaml", "--from-afar"], "--from-afar is for a job that another machine has sent: leave it out"),
         (["plan"], "the following arguments are required: CONFIG | key=value; `tidegate plan --help` lists the"),
         (
             ["calibrate", "a", "-o", "yml"],
