@@ -45,8 +45,9 @@ class AgentRuns(RuntimeError):
 class AgentLock:
     """The folder's lock, which this process has over all its programs. `left`: by the one before."""
 
-    def __init__(self, fd: int, left: Left | None) -> None:
+    def __init__(self, root: Path, fd: int, left: Left | None) -> None:
         self.left = left
+        self._root = root
         self.number = handover.number_of(os.getpid())
         """How many programs this process had before."""
         self._fd = fd
@@ -59,20 +60,22 @@ class AgentLock:
 
     def leave(self, words: Sequence[str], cluster: ClusterLeft | None = None) -> NoReturn:
         """To the next program. OSError where there is none."""
-        left = Left(self._fd, cluster)
+        left = Left(self._root, self._fd, cluster)
         handover.take_program(words, left.to_json(), keeps=left.descriptors, env=outer_environment())
 
 
 @contextlib.contextmanager
 def locked(folder: ClusterFolder, left: Left | None = None) -> Iterator[AgentLock]:
-    """AgentRuns."""
+    """AgentRuns. NoHandover: what was left is of another folder."""
     if left is not None:
-        yield AgentLock(left.lock_fd, left)
+        if left.root != folder.root:
+            raise handover.NoHandover(f"the program before kept {left.root}, and this one was told of {folder.root}")
+        yield AgentLock(folder.root, left.lock_fd, left)
         return
     folder.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_up = AgentRuns(f"a cluster is up in {folder.root.parent}: end it with tidegate down")
     with held(folder.lock, lambda _: is_up) as fd:
-        yield AgentLock(fd, None)
+        yield AgentLock(folder.root, fd, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from services.node.jobs import Start
@@ -62,8 +63,9 @@ class ClusterLeft:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """`cluster`: None where it stands by."""
+    """`root`: the cluster's folder. `cluster`: None where it stands by."""
 
+    root: Path
     lock_fd: int
     cluster: ClusterLeft | None = None
 
@@ -73,9 +75,9 @@ class Left:
 
     def to_json(self) -> dict[str, Any]:
         cluster = None if self.cluster is None else self.cluster.to_json()
-        return {"lock_fd": self.lock_fd, "cluster": cluster}
+        return {"root": str(self.root), "lock_fd": self.lock_fd, "cluster": cluster}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Left:
         cluster = fields["cluster"]
-        return cls(kept(fields["lock_fd"]), None if cluster is None else ClusterLeft.of(cluster))
+        return cls(Path(fields["root"]), kept(fields["lock_fd"]), None if cluster is None else ClusterLeft.of(cluster))

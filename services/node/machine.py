@@ -62,8 +62,8 @@ from tidegate.types import NodeId, Role, job_id
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _STOP_S = 10.0
-KEPT_S = 30.0
-"""A new program begins within 3 s, and several times that on a busy machine."""
+KEPT_S = 60.0
+"""A new program begins within 3 s, and ten times later on a busy machine with a cold disk."""
 _TOLD_S = 2.0
 """The time to tell all callers. One that is not told takes its process for gone."""
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]

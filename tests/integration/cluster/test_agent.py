@@ -11,6 +11,7 @@ import pytest
 from services.node.__main__ import _watch_decisions
 from services.node.agent_lock import AgentRuns, locked
 from services.node.far_machines import FarMachines
+from services.node.handed import Left
 from services.node.jobs import NodeJobs
 from services.node.servicer import NodeServicer, Version
 from tidegate.certs.authority import Credential
@@ -20,6 +21,7 @@ from tidegate.cluster.folder import ClusterDescription, ClusterFolder
 from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.runtime.embedded import ServerFailed
+from tidegate.runtime.handover import NoHandover
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
 from tidegate.v1 import cluster_pb2
@@ -30,6 +32,12 @@ def test_a_second_agent_is_refused_while_the_first_lives(tmp_path: Path) -> None
     with locked(folder), pytest.raises(AgentRuns, match=r"is up in .*: end it with tidegate down"), locked(folder):
         pass
     with locked(folder):
+        pass
+
+
+def test_what_was_left_of_another_folder_is_refused(tmp_path: Path) -> None:
+    folder, left = ClusterFolder.of(tmp_path), Left(tmp_path / "other", 0)
+    with pytest.raises(NoHandover, match=r"kept .*other, and this one was told of"), locked(folder, left):
         pass
 
 

@@ -43,7 +43,7 @@ def test_what_is_read_is_what_was_left(tmp_path: Path, fds: list[int], *, stands
         },
         {JobId("one"): "forkserver"},
     )
-    left = Left(fds[0], None if stands_by else cluster)
+    left = Left(tmp_path, fds[0], None if stands_by else cluster)
     assert left.descriptors == (fds[0], *(() if stands_by else fds[1:]))
     assert Left.of(json.loads(json.dumps(left.to_json()))) == left
     assert not any(os.get_inheritable(fd) for fd in left.descriptors), "no child gets them"
