@@ -46,6 +46,7 @@ from tidegate.ports.rpc import PeerUnavailable
 from tidegate.runtime import handover
 from tidegate.runtime.cuda import cuda_fault
 from tidegate.runtime.interfaces import interface_of
+from tidegate.runtime.next_program import NextProgram
 from tidegate.short_lists import counted, first_few
 from tidegate.sizes import size_text
 from tidegate.types import NodeId
@@ -56,6 +57,9 @@ UP_TIMEOUT_S = 60.0
 DOWN_TIMEOUT_S = 120.0
 _LOOK_AGAIN_S = 0.05
 MOST_SLOTS = 1024
+RELOAD_TIMEOUT_S = 80.0
+"""Below the 90 s after which systemd gives a unit's reload up."""
+_LOG = "see its log"
 _AFTERWARDS = "once it is started again, jobs go on from their checkpoints"
 
 
@@ -234,7 +238,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     of_a_job = ClusterSection.model_construct(
         nodes=slots.nodes, device=slots.device, slots_per_gpu=slots.per_gpu, machines=machines.far
     )
-    if fault := cuda_fault(of_a_job):
+    # What the cluster uses already is not asked for again: jobs have it.
+    if not takes_place and (fault := cuda_fault(of_a_job)):
         raise NotUp(fault)
     words = ["--slots", json.dumps(asdict(slots)), "--machines", json.dumps(machines.to_json())]
     if args.standby:
@@ -247,7 +252,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         from tidegate.launcher.claim import write_private
 
         cluster = _digest(slots, machine_by_node, args.machine)
-        _check_keeper(folder, own_name, cluster)
+        if not takes_place:
+            _check_keeper(folder, own_name, cluster)
         write_private(folder.operator, machines.credentials)
         words += ["--keeper", own_name, "--cluster", cluster]
     elif folder.is_of_several:
@@ -258,23 +264,17 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
             )
         folder.keep_alone()
     if args.node_credentials:
-        _check_port(args.address, args.command_port)
+        if not takes_place:
+            _check_port(args.address, args.command_port)
         words += ["--node-credentials", str(args.node_credentials.resolve())]
         words += ["--command-port", str(args.command_port)]
-    try:
-        folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.check_writing()
-    except OSError as error:
-        raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error
-    if warning := _disk_warning(folder):
-        print(f"tidegate: {warning}", file=sys.stderr)
-    with suppress(OSError):  # the agent tells it
-        for note in notes_of(KeptQueue(folder.queue).read(), slots, output_dir):
-            print(f"tidegate: {note}", file=sys.stderr)
+    if not takes_place:
+        _check_folder(folder, slots, output_dir)
     text = ", ".join(f"{node} with {counted(count, 'slot')}" for node, count in slots.nodes.items())
-    words += ["--again", json.dumps(args.again)]
+    env = {**os.environ, **(set_here := service_env(args.device))}
+    outer = {name: os.environ.get(name) for name in set_here}
+    words += ["--next-program", NextProgram(args.program, args.words, outer).to_json()]
     command = [sys.executable, "-m", "services.node", "--output-dir", str(output_dir), *words]
-    env = {**os.environ, **service_env(args.device)}
     if args.foreground or takes_place:
         how = "goes on under this program" if takes_place else "begins"
         print(f"tidegate: the cluster of {output_dir} {how}: {text}; SIGTERM ends it", file=sys.stderr, flush=True)
@@ -298,6 +298,20 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
         told += f"\nother machines call it after tidegate context add NAME --keeper {own} --operator FOLDER"
     print(answer_text(answer, told, form))
     return 0
+
+
+def _check_folder(folder: ClusterFolder, slots: Slots, output_dir: Path) -> None:
+    """NotUp where the cluster could not write its files. Says what a person should know of the folder."""
+    try:
+        folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.check_writing()
+    except OSError as error:
+        raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error
+    if warning := _disk_warning(folder):
+        print(f"tidegate: {warning}", file=sys.stderr)
+    with suppress(OSError):  # the agent tells it
+        for note in notes_of(KeptQueue(folder.queue).read(), slots, output_dir):
+            print(f"tidegate: {note}", file=sys.stderr)
 
 
 def _check_port(address: str, port: int) -> None:
@@ -398,63 +412,66 @@ def reload(output_dir: Path, form: Form) -> int:
         raise NoCluster(f"no cluster is up in {output_dir}")
     if not pid:
         raise NotUp(f"the cluster of {output_dir} is up on another machine: reload it there")
-    if found := _description(folder) if (record_of_holder(folder.lock) or {}).get(KEEPS) else None:
-        if found.handover_form != handover.FORM:
-            raise NotUp(
-                f"the agent {pid} is of a release whose jobs cannot go on under this one (form {found.handover_form}, "
-                f"not {handover.FORM}): end the cluster with {command_in(output_dir, 'down')} and start it, and jobs "
-                "go on from their checkpoints"
-            )
-        try:
-            handover.check_program([found.program])
-        except OSError as error:
-            raise NotUp(str(error)) from error
-    reload_process(pid)
+    if (record_of_holder(folder.lock) or {}).get(KEEPS) and (found := _description(folder)):
+        _check_program(found, pid, output_dir)
+    deadline_s = time.monotonic() + RELOAD_TIMEOUT_S
+    reload_process(pid, deadline_s=deadline_s)
     text = f"this machine stands by for the cluster of {output_dir} under the program of now"
     if keeps := bool((record_of_holder(folder.lock) or {}).get(KEEPS)):
         text = f"the cluster of {output_dir} goes on under the program of now, and so do its jobs"
-        _until_it_answers(folder, pid)
+        _until_it_answers(folder, pid, deadline_s=deadline_s)
     print(answer_text({"folder": str(output_dir), "agent": pid, "keeps": keeps}, text, form))
     return 0
 
 
-def reload_process(pid: int) -> None:
-    """Lets an agent take its program anew. NotUp where it has ended, or knows no such thing."""
-    deadline_s = time.monotonic() + UP_TIMEOUT_S
+def _check_program(found: ClusterDescription, pid: int, output_dir: Path) -> None:
+    """NotUp where the program that the agent would take cannot take its place."""
+    fault = f"the agent {pid} is of an earlier release"
+    if found.handover_form == handover.FORM:
+        fault = asyncio.run(handover.program_fault(found.program))
+    elif found.handover_form:
+        fault = f"the agent {pid} leaves a state of form {found.handover_form}, and this release reads {handover.FORM}"
+    if fault:
+        raise NotUp(
+            f"{fault}: jobs cannot run on. End the cluster with {command_in(output_dir, 'down')} and start it, and "
+            "they go on from their checkpoints"
+        )
+
+
+def reload_process(pid: int, *, deadline_s: float | None = None) -> None:
+    """Lets an agent take its program anew. NotUp where it has ended, or does not."""
+    deadline_s = deadline_s or time.monotonic() + RELOAD_TIMEOUT_S
     try:
-        before = handover.number_of(pid)
-        if not handover.takes_programs(pid):
-            raise NotUp(
-                f"process {pid} takes no other program: it is no agent, of an earlier release, or has just begun"
-            )
         pidfd = os.pidfd_open(pid)
         try:
+            before = handover.number_of(pid)
+            if not handover.takes_programs(pid):
+                raise NotUp(
+                    f"process {pid} takes no other program: it is no agent, of an earlier release, or has just begun"
+                )
             signal.pidfd_send_signal(pidfd, handover.SIGNAL)
             while not (handover.number_of(pid) > before and handover.takes_programs(pid)):
                 if select.select([pidfd], [], [], _LOOK_AGAIN_S)[0]:
                     raise ProcessLookupError
                 if time.monotonic() > deadline_s:
-                    raise NotUp(
-                        f"the agent {pid} has not taken its program anew within {UP_TIMEOUT_S:g} s: see its log"
-                    )
+                    raise NotUp(f"the agent {pid} has not taken its program anew within {RELOAD_TIMEOUT_S:g} s: {_LOG}")
         finally:
             os.close(pidfd)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise NotUp(f"the agent {pid} has ended: see its log; {_AFTERWARDS}") from error
+        raise NotUp(f"the agent {pid} has ended: {_LOG}; {_AFTERWARDS}") from error
     except PermissionError as error:
         raise NotUp(f"process {pid} is another user's ({error})") from error
 
 
-def _until_it_answers(folder: ClusterFolder, pid: int) -> None:
+def _until_it_answers(folder: ClusterFolder, pid: int, *, deadline_s: float) -> None:
     """NotUp."""
-    deadline_s = time.monotonic() + UP_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with suppress(NoCluster, PeerUnavailable):
             return asyncio.run(_answers(folder))
         if agent_pid(folder) != pid:
             raise NotUp(f"the agent {pid} ended under its new program: see {folder.logs}; {_AFTERWARDS}")
         time.sleep(_LOOK_AGAIN_S)
-    raise NotUp(f"the cluster gives no answer within {UP_TIMEOUT_S:g} s of its new program: see {folder.logs}")
+    raise NotUp(f"the cluster gives no answer within {RELOAD_TIMEOUT_S:g} s: see {folder.logs}")
 
 
 def _description(folder: ClusterFolder) -> ClusterDescription | None:

@@ -49,6 +49,7 @@ from tidegate.config.sections.scheduler import POLICIES
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.run import NotRecorded
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.runtime import handover
 
 _COMPLETION = "Print the shell completion. bash: source <(tidegate completion). zsh: run bashcompinit before."
 _SCHEMA = "Print the JSON schema of configs. Editors use it to check and complete a config."
@@ -60,7 +61,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     """None takes the arguments of this process."""
     try:
         args = _parse(_parser(), arguments)
-        args.again = _again(sys.argv[1:] if arguments is None else arguments)
+        args.program, args.words = _program(), tuple(sys.argv[1:] if arguments is None else arguments)
         if getattr(args, "far", None) is not None:
             # Import here: most commands call nobody.
             from cli import afar
@@ -91,11 +92,11 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return _say(f"{error}: the output is incomplete; make room, and run the command again", code=FAILED)
 
 
-def _again(words: Sequence[str]) -> list[str]:
-    """The words that start this command again, in what may be another release then."""
+def _program() -> tuple[str, ...]:
+    """The words that start `tidegate` again, in what may be another release then."""
     program = Path(sys.argv[0])
     is_installed = program.name == "tidegate" and os.access(program, os.X_OK)
-    return [*([os.path.abspath(program)] if is_installed else [sys.executable, "-m", "cli"]), *words]
+    return (os.path.abspath(program),) if is_installed else (sys.executable, "-m", "cli")
 
 
 def _parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -157,9 +158,12 @@ def _run(args: argparse.Namespace) -> int:
         case "down":
             return cluster.down(output_dir, form)
         case "reload":
-            if args.agent is None:
+            if args.form_of_state:
+                print(handover.FORM)
+            elif args.agent is not None:
+                cluster.reload_process(args.agent)
+            else:
                 return cluster.reload(output_dir, form)
-            cluster.reload_process(args.agent)
             return 0
         case "backup":
             return asyncio.run(backup.back_up(args.file, output_dir, form))
@@ -321,6 +325,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     reload = command("reload", "Let the cluster take its program anew, such as that of a newer release. Jobs run on.")
     help_ = "not the cluster: the `tidegate agent` of this process"
     reload.add_argument("--agent", type=int, metavar="PID", help=help_)
+    reload.add_argument("--form", dest="form_of_state", action="store_true", help=argparse.SUPPRESS)
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     back_up = command(
         "backup", "Write the cluster's jobs to a new file, from which `restore` puts them into a queue again."

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import hashlib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
+import tidegate
 from tidegate.config.job_config import JobConfig
 from tidegate.types import NodeId
 
@@ -16,9 +19,28 @@ PACKAGES = ("tidegate", "torch", "megatron-core")
 """They have the same versions on all machines of a job, and its folder records them."""
 
 
+@cache
 def versions() -> dict[str, str]:
-    """By package. Empty for one that is used from a source tree."""
-    return {name: _version(name) for name in PACKAGES}
+    """By package. Empty for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES} | {"tidegate": release()}
+
+
+@cache
+def release() -> str:
+    """The version of Tidegate, with a digest of its modules: two releases of one version differ. From a source tree it
+    has none, nor where Tidegate is not installed."""
+    own = _version("tidegate")
+    record = (distribution("tidegate").read_text("RECORD") or "") if own else ""
+    # The modules alone: what else a wheel installs has the environment's path in it.
+    modules = sorted(line for line in record.splitlines() if line.partition(",")[0].endswith(".py"))
+    if not any(line.startswith("tidegate/machines.py,") for line in modules):
+        return own
+    return f"{own}+{hashlib.sha256(chr(10).join(modules).encode()).hexdigest()[:10]}"
+
+
+def own_modules() -> str:
+    """The folder of this release's modules."""
+    return str(Path(tidegate.__file__).parents[1])
 
 
 def _version(package: str) -> str:

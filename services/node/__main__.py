@@ -38,7 +38,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from typing import Any
 import grpc
 import structlog
 
-from services.node.agent_lock import AgentLock, AgentRuns, locked, whose_turn
+from services.node.agent_lock import AgentLock, AgentRuns, Turn, locked, whose_turn
 from services.node.far_machines import FarMachines
 from services.node.handed import ClusterLeft, Left
 from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
@@ -57,7 +56,7 @@ from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.identity import Party
 from tidegate.cluster.credentials import ClusterCredentials
 from tidegate.cluster.folder import ClusterDescription, ClusterFolder
-from tidegate.cluster.keepers import Term, TermTaken
+from tidegate.cluster.keepers import TermTaken
 from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
@@ -69,6 +68,7 @@ from tidegate.runtime import handover
 from tidegate.runtime.cuda import NoCuda, cuda_devices
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.front import MOST_CONNECTIONS, Front
+from tidegate.runtime.next_program import NextProgram
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
@@ -94,27 +94,22 @@ class Agent:
         machines: Machines,
         *,
         memory: Path,
-        shared: Path,
         node_credentials: str = "",
         command_port: int = 0,
         name: str = "",
-        again: Sequence[str],
         lock: AgentLock,
-        term: Callable[[], Term | None],
+        turn: Turn,
     ) -> None:
-        """`shared`: a file that all machines have to see. `node_credentials`: for commands of other machines, which are
-        answered at `command_port`. `name`: of this machine, where others may keep the cluster too. `again`: the words
-        that start this program, or that of another release. `lock` has what the program before has left."""
-        self._again = again
+        """`node_credentials`: for commands of other machines, which are answered at `command_port`. `name`: of this
+        machine, where others may keep the cluster too. `lock` has what the program before has left."""
         self._lock = lock
-        self._term_now = term
+        self._turn = turn
         before = lock.left.cluster if lock.left else None
         self._before = before
         self._name = name
         self._node_credentials = node_credentials
         self._command_port = command_port
         self._folder = folder
-        self._shared = shared
         self._slots = slots
         self._machines = machines
         self._memory = memory
@@ -127,20 +122,35 @@ class Agent:
         """The keys of NATS and Redis in a job's config, with their URLs as other machines reach them."""
         self._fork_servers: dict[JobId, str] = dict(before.fork_servers if before else {})
         """Of the jobs that the servers let in: the service that forks their workers."""
-        self._servers = EmbeddedServers(folder.servers, guard=self._guard(), running=before.servers if before else None)
         self._fronts: list[Front] = []
         self._renewal = asyncio.Event()
         self._log = structlog.get_logger(SOURCE)
 
     async def run(self) -> None:
         """Until SIGTERM. ServerFailed, FolderInUse, ServerPackageMissing."""
-        stopping = await stop_signal()
+        stopping = self._stopping = await stop_signal()
         asyncio.get_running_loop().add_signal_handler(handover.SIGNAL, self._renewal.set)
         handover.ready()  # before there are children, who would get this process's mask
         self._spawner = Spawner.begin(
             (LAUNCHER, *FORKED), env=service_env(self._slots.device), log_path=self._folder.logs / "spawner.out"
         )
-        self._supervisor = Supervisor(self._spawner.start, untold=self._before.ends if self._before else ())
+        before = self._before
+        self._supervisor = Supervisor(self._spawner.start, untold=before.ends if before else ())
+        for service in before.services if before else ():
+            self._supervisor.watch(service)
+        self._turn.has_begun = True
+        try:
+            await self._run(stopping)
+        finally:
+            # Where it has failed before it could do so in order.
+            await self._supervisor.aclose()
+            self._spawner.close()
+
+    async def _run(self, stopping: asyncio.Event) -> None:
+        before = self._before
+        self._servers = EmbeddedServers(
+            self._folder.servers, guard=self._guard(), running=before.servers if before else None
+        )
         folder, tls = self._folder, Credentials(self._credentials.of(Party.NODE))
         version = Version(time.time_ns())
         far_nodes = {node for each in self._machines.far for node in each.nodes}
@@ -148,13 +158,18 @@ class Agent:
         machines = FarMachines(
             self._machines,
             self._slots,
-            shared=self._shared,
+            shared=self._turn.shared,
             host_memory_root=self._memory.parent,
             changed=version.changed,
         )
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(machines.aclose)
             await closing.enter_async_context(self._servers)
+            if before is not None:
+                try:
+                    await self._servers.let_in(self._guard(), anew=True)
+                except OSError as error:
+                    self._log.warning("the servers keep the rights of the release before", error=str(error))
             if far_nodes:
                 await self._open_fronts(closing)
             servicer = NodeServicer(
@@ -172,19 +187,19 @@ class Agent:
                 prepare=self._prepared,
                 leave=self._left,
                 changed=version.changed,
-                starts=self._before.starts if self._before else None,
+                starts=before.starts if before else None,
             )
             servicer.jobs = jobs
-            if self._slots.device == "cuda":
+            self._servicer = servicer
+            if before is not None and before.devices:
+                servicer.devices = before.devices  # jobs use them: the question takes memory on each
+            elif self._slots.device == "cuda":
                 # torch is imported for it: nobody waits, at the end neither.
                 threading.Thread(target=_find_devices, args=(servicer,), daemon=True).start()
             server = await serve([served], f"{LOOPBACK}:0", tls=tls)
             closing.push_async_callback(lambda: server.stop(grace_s=STOP_GRACE_S))
-            closing.callback(self._spawner.close)
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
-            for service in self._before.services if self._before else ():
-                self._supervisor.watch(service)
             fork_server = self._spec(self._fork_server, forkserver_command(self._socket_of(self._fork_server)))
             self._supervisor.start(replace(fork_server, env=fork_server_env(self._slots.device)))
             self._describe(server.endpoint)
@@ -249,7 +264,7 @@ class Agent:
             address=self._machines.address,
             node_credentials=self._node_credentials,
             command_port=self._command_port,
-            program=self._again[0],
+            program=self._lock.next_program.program,
             handover_form=handover.FORM,
         )
         write_private(self._folder.description, description.to_json())
@@ -333,27 +348,28 @@ class Agent:
         await jobs.note_end(ended)
 
     async def _take_program(self, jobs: NodeJobs, server: RpcServer) -> None:
-        """It returns only where there is no such program."""
-        try:
-            handover.check_program(self._again)
-        except OSError as error:
-            self._log.error("no other program", error=str(error))
+        """It returns only where it cannot, or is to end."""
+        if fault := await self._lock.next_program.fault():
+            self._log.error("its program is not taken anew", reason=fault)
             return
-        self._log.info("takes its program anew", words=list(self._again))
+        self._log.info("takes its program anew", words=list(self._lock.next_program.words))
         await self._supervisor.stop(SCHEDULER)
         async with jobs.unchanging():
             await server.stop(grace_s=STOP_GRACE_S)
+            if not await handover.is_last_call(self._stopping):
+                return
             self._spawner.close()
             cluster = ClusterLeft(
-                self._term_now(),
+                self._turn.term(),
                 self._servers.running,
                 tuple(front.listener for front in self._fronts),
                 tuple(self._supervisor.watched()),
                 tuple(self._supervisor.untold_ends()),
                 jobs.starts,
                 self._fork_servers,
+                tuple(self._servicer.devices),
             )
-            self._lock.leave(self._again, cluster)
+            self._lock.leave(cluster)
 
 
 async def _watch_decisions(servicer: NodeServicer) -> None:
@@ -393,7 +409,8 @@ def main() -> int:
     parser.add_argument("--command-port", type=int, default=0, help="where those are answered; 0: any")
     parser.add_argument("--keeper", metavar="NAME", help="this machine's name, where several may keep the cluster")
     parser.add_argument("--cluster", default="", help="a digest of its nodes and machines, to compare with a keeper's")
-    parser.add_argument("--again", type=json.loads, required=True, help="the words that start this program, as JSON")
+    help_ = "tidegate.runtime.next_program as JSON"
+    parser.add_argument("--next-program", type=NextProgram.of, required=True, help=help_)
     handover.hold()
     args = parser.parse_args()
     folder = ClusterFolder.of(args.output_dir)
@@ -403,8 +420,8 @@ def main() -> int:
     try:
         left = handover.handed_over(Left.of)
         with (
-            locked(folder, left) as lock,
-            whose_turn(folder, lock, args.keeper, machines.address, args.cluster, args.again) as turn,
+            locked(folder, left, args.next_program) as lock,
+            whose_turn(folder, lock, args.keeper, machines.address, args.cluster) as turn,
         ):
             if turn is None:
                 return 0
@@ -419,13 +436,11 @@ def main() -> int:
                     slots,
                     machines,
                     memory=memory,
-                    shared=turn.shared,
                     node_credentials=args.node_credentials,
                     command_port=args.command_port,
                     name=args.keeper or "",
-                    again=args.again,
                     lock=lock,
-                    term=turn.term,
+                    turn=turn,
                 )
                 asyncio.run(agent.run())
             finally:

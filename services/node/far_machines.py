@@ -171,8 +171,9 @@ class FarMachines:
                 fault = self._twin_fault(each)
                 self._refuse_twins(each)
         except _SILENT as error:
-            each.keeps_jobs = False
             fault = _silence(error)
+            if each.keeps_jobs:
+                each.keeps_jobs, each.away_s = False, self._now_s()  # until now it was there for its jobs
         self._note(each, fault)
 
     def _twin_fault(self, each: _Far) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.node.jobs import Start
 from tidegate.cluster.keepers import Term
+from tidegate.runtime.cuda import CudaDevice
 from tidegate.runtime.embedded import RunningServers
 from tidegate.runtime.handover import kept
 from tidegate.runtime.processes import ServiceEnd, Watched
@@ -22,7 +23,7 @@ from tidegate.types import JobId
 class ClusterLeft:
     """Of an agent that keeps a cluster. `term`: whose turn it is, where several machines may keep it. `listeners`: of
     the fronts of NATS and Redis, if there are any. `ends`: those that nobody has noted. `fork_servers`: by job, the
-    service that forks its workers."""
+    service that forks its workers. `devices`: those of this machine, once they are found."""
 
     term: Term | None
     servers: RunningServers
@@ -31,6 +32,7 @@ class ClusterLeft:
     ends: tuple[ServiceEnd, ...]
     starts: Mapping[JobId, Start]
     fork_servers: Mapping[JobId, str]
+    devices: tuple[CudaDevice, ...] = ()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -45,6 +47,7 @@ class ClusterLeft:
             "ends": [asdict(each) for each in self.ends],
             "starts": {job: start.to_json() for job, start in self.starts.items()},
             "fork_servers": dict(self.fork_servers),
+            "devices": [asdict(each) for each in self.devices],
         }
 
     @classmethod
@@ -58,6 +61,7 @@ class ClusterLeft:
             tuple(ServiceEnd(**each) for each in fields["ends"]),
             {JobId(job): Start.of(start) for job, start in fields["starts"].items()},
             {JobId(job): name for job, name in fields["fork_servers"].items()},
+            tuple(CudaDevice(**each) for each in fields["devices"]),
         )
 
 

@@ -3,8 +3,7 @@
 A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is a launcher's, and is
 removed where no launcher has its lock any more.
 
-Invariant: all processes of a job's start are of one release, also those that start after the agent has taken another
-one. [test_machine_reload: of_the_release_of_its_job]
+Invariant: processes with another credential do not share a folder. [test_machine: waits_for_the_one_before]
 """
 
 from __future__ import annotations
@@ -15,36 +14,16 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tidegate.certs.job_credentials import job_folders
 from tidegate.launcher.lock import LOCK, held_by
-from tidegate.launcher.services import own_modules
 
 MARK = "of-an-agent"
-
-
-@dataclass(frozen=True, slots=True)
-class JobStart:
-    """A start of a job, by a digest of its credentials, and the release of its processes: Python and the modules."""
-
-    digest: str
-    python: str
-    modules: str
-
-    @classmethod
-    def of_now(cls, files: Mapping[str, bytes]) -> JobStart:
-        return cls(_digest(files), sys.executable, own_modules())
-
-    @property
-    def is_of_now(self) -> bool:
-        return (self.python, self.modules) == (sys.executable, own_modules())
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
@@ -53,21 +32,17 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 class JobMemories:
-    def __init__(self, root: Path, starts: Mapping[Path, JobStart] | None = None) -> None:
-        """`starts`: the last ones of jobs under this agent's earlier programs."""
+    def __init__(self, root: Path, credentials: Mapping[Path, str] | None = None) -> None:
+        """`credentials`: digests of those that processes have under this agent's earlier program, by folder."""
         self.root = root.resolve()
         self._users: Counter[Path] = Counter()
-        self._starts: dict[Path, JobStart] = dict(starts or {})
+        self._credentials: dict[Path, str] = dict(credentials or {})
+        self._removals: set[threading.Thread] = set()
 
     @property
-    def starts(self) -> Mapping[Path, JobStart]:
-        """The last start of each job, by its folder: of those that run, and of those under earlier programs."""
-        return self._starts
-
-    def start_of(self, folder: Path, files: Mapping[str, bytes]) -> JobStart:
-        """The start that a process with this credential is of."""
-        known, now = self._starts.get(folder), JobStart.of_now(files)
-        return known if known is not None and known.digest == now.digest else now
+    def credentials(self) -> Mapping[Path, str]:
+        """A digest of what the processes of each job have, by its folder."""
+        return self._credentials
 
     def check(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """ValueError for a folder that is not of this agent, or a file that is no credential."""
@@ -83,14 +58,14 @@ class JobMemories:
 
     def have_room(self, folder: Path, files: Mapping[str, bytes]) -> bool:
         """Whether no process of an earlier start of the job is left, which has another credential."""
-        return not self._users[folder] or self._starts[folder].digest == _digest(files)
+        return not self._users[folder] or self._credentials[folder] == _digest(files)
 
     @asynccontextmanager
     async def of_job(self, folder: Path, files: Mapping[str, bytes]) -> AsyncIterator[None]:
         """ValueError, OSError."""
         if not self._users[folder]:
-            _make_anew(folder, files)
-            self._starts[folder] = self.start_of(folder, files)
+            self._make_anew(folder, files)
+            self._credentials[folder] = _digest(files)
         async with self.of_kept(folder):
             yield
 
@@ -103,37 +78,41 @@ class JobMemories:
         finally:
             self._users[folder] -= 1
             if not self._users[folder]:
-                del self._users[folder]
-                if self._starts[folder].is_of_now:
-                    del self._starts[folder]  # the next process is of this release anyway
+                del self._users[folder], self._credentials[folder]
                 if (folder / MARK).is_file():  # else a launcher on this machine has it now
-                    _remove(folder)
+                    self._remove(folder)
 
+    def finish(self) -> None:
+        """Until what was removed is gone from memory. It takes seconds where it was large."""
+        for thread in self._removals:
+            thread.join()
+        self._removals.clear()
 
-def _remove(folder: Path) -> None:
-    """At once gone for the next one, and then from memory: that may take seconds."""
-    aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-    with suppress(OSError):
-        folder.rename(aside)
-        threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
+    def _remove(self, folder: Path) -> None:
+        """At once gone for the next one, and then from memory: that may take seconds."""
+        aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+        with suppress(OSError):
+            folder.rename(aside)
+            removal = threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True})
+            removal.start()
+            self._removals = {each for each in self._removals if each.is_alive()} | {removal}
 
-
-def _make_anew(folder: Path, files: Mapping[str, bytes]) -> None:
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ValueError(f"{folder} is another user's: remove it, or take another host memory") from None
-        if not (folder / MARK).is_file() and held_by(folder / LOCK) is not None:
-            raise ValueError(
-                f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
-            ) from None
-        _remove(folder)
-        folder.mkdir(mode=0o700)
-    _write_private(folder / MARK, b"")
-    for path, data in files.items():
-        _write_private(folder / path, data)
+    def _make_anew(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise ValueError(f"{folder} is another user's: remove it, or take another host memory") from None
+            if not (folder / MARK).is_file() and held_by(folder / LOCK) is not None:
+                raise ValueError(
+                    f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
+                ) from None
+            self._remove(folder)
+            folder.mkdir(mode=0o700)
+        _write_private(folder / MARK, b"")
+        for path, data in files.items():
+            _write_private(folder / path, data)
 
 
 def _write_private(path: Path, data: bytes) -> None:

@@ -82,16 +82,25 @@ class Beats:
     """Writes the beats of a term: the first one now, the others in a thread, until `end`. The kernel's timer ends this
     process where one takes too long, whatever the process does then; its children die with it."""
 
-    def __init__(self, keepers: Keepers, term: Term, *, beat_s: float = BEAT_S, lost_s: float = LOST_S) -> None:
-        """TermTaken: the claim of the term took too long. OSError."""
+    def __init__(
+        self, keepers: Keepers, term: Term, *, goes_on: bool = False, beat_s: float = BEAT_S, lost_s: float = LOST_S
+    ) -> None:
+        """`goes_on`: this process had the term before, and its timer runs: it bears a storage that does not answer, as
+        it would have. TermTaken: the claim of the term took too long. OSError."""
         self._keepers = keepers
         self._beat_s = beat_s
         self._lost_s = lost_s
         self._ending = threading.Event()
         self._log = structlog.get_logger("agent")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        self.term = self._beat(term)
+        self.term = term
         """As the last beat has it."""
+        try:
+            self.term = self._beat(term)
+        except OSError as error:
+            if not goes_on:
+                raise
+            self._log.warning("no beat", error=str(error))
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
 

@@ -14,6 +14,9 @@ Invariants:
 - A process lives as long as the call that started it. [test_machine: ends_with_its_call]
 - One whose agent takes its program anew lives on for the next call, and ends where none comes within `KEPT_S`.
   [test_machine_reload: goes_on_with_its_process] [test_machine_reload: that_nobody_asks_for]
+- A process is of its job's release, also where the agent has another one.
+  [test_machine_reload: of_the_release_of_its_job]
+- A stop while it tells its callers ends all processes in order. [test_machine_reload: a_stop_while]
 - Who calls and is silent for `LOST_S` is gone. [test_machine: a_silent_caller]
 - A process of an instance starts when the one before it is gone. [test_machine: waits_for_the_one_before]
   [test_machine: cancelled_again_and_again]
@@ -37,9 +40,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import structlog
 
-from services.node.job_memories import JobMemories, JobStart
+from services.node.job_memories import JobMemories
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
@@ -50,11 +54,12 @@ from tidegate.gate import Gate, GateState
 from tidegate.job import JobFolder
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
-from tidegate.machines import BEAT_S, LOST_S, fork_server_socket
+from tidegate.machines import BEAT_S, LOST_S, fork_server_socket, own_modules, release
 from tidegate.runtime import handover
 from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.inventory import this_machine
+from tidegate.runtime.next_program import NO_PROGRAM, NextProgram
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor, Watched
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
@@ -62,9 +67,11 @@ from tidegate.types import NodeId, Role, job_id
 from tidegate.v1 import machine_pb2, machine_pb2_grpc
 
 _STOP_S = 10.0
-KEPT_S = 60.0
-"""A new program begins within 3 s, and ten times later on a busy machine with a cold disk."""
-_TOLD_S = 2.0
+KEPT_S = 15.0
+"""How long a process lives on without a caller, while its agent takes its program anew, which takes 3 s on a quiet
+machine. With the time in which it ends it is gone before its job goes on elsewhere.
+[test_machine_reload: before_its_job]"""
+_TOLD_S = 5.0
 """The time to tell all callers. One that is not told takes its process for gone."""
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]
 
@@ -93,19 +100,30 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class MachineLeft:
-    """What an agent leaves for its next program: processes, and the releases of jobs."""
+    """What an agent leaves for its next program: processes, until when they are kept (by the monotonic clock), the
+    credentials that they have (as `JobMemories` has them), and the devices that it lends."""
 
     processes: tuple[Kept, ...] = ()
-    starts: Mapping[Path, JobStart] = field(default_factory=dict)
+    kept_until_s: float = 0.0
+    credentials: Mapping[Path, str] = field(default_factory=dict)
+    devices: tuple[CudaDevice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        starts = {str(folder): asdict(start) for folder, start in self.starts.items()}
-        return {"processes": [each.to_json() for each in self.processes], "starts": starts}
+        return {
+            "processes": [each.to_json() for each in self.processes],
+            "kept_until_s": self.kept_until_s,
+            "credentials": {str(folder): digest for folder, digest in self.credentials.items()},
+            "devices": [asdict(each) for each in self.devices],
+        }
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> MachineLeft:
-        starts = {Path(folder): JobStart(**start) for folder, start in fields["starts"].items()}
-        return cls(tuple(map(Kept.of, fields["processes"])), starts)
+        return cls(
+            tuple(map(Kept.of, fields["processes"])),
+            fields["kept_until_s"],
+            {Path(folder): digest for folder, digest in fields["credentials"].items()},
+            tuple(CudaDevice(**each) for each in fields["devices"]),
+        )
 
 
 class _Process:
@@ -138,7 +156,7 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         self._start_child = start_child
         self._devices = devices
         left = left or MachineLeft()
-        self._memories = JobMemories(host_memory_root, left.starts)
+        self._memories = JobMemories(host_memory_root, left.credentials)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
         self._called: set[_Process] = set()
@@ -148,11 +166,11 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         self._gone = asyncio.Event()
         self._leaving = asyncio.Event()
         self._log = structlog.get_logger("agent")
-        self._left = left.processes
+        self._left = left
 
     async def take_over(self) -> None:
         """Takes the processes that the program before has left. Call it before the first call comes."""
-        for kept in self._left:
+        for kept in self._left.processes:
             place = (kept.memory, kept.name)
             self._running.add(place)
             free = AsyncExitStack()
@@ -164,9 +182,10 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             free.callback(self._log.info, "process gone", memory=kept.memory.name, name=kept.name)
             free.push_async_callback(supervisor.aclose)
             self._uncalled[kept.pid] = _Process(kept.memory, kept.name, kept.pid, supervisor, free)
-        if self._left:
-            self._log.info("processes kept", number=len(self._left))
-            asyncio.get_running_loop().call_later(KEPT_S, self._end_uncalled)
+        if self._uncalled:
+            self._log.info("processes kept", number=len(self._uncalled))
+            remaining_s = max(0.0, self._left.kept_until_s - time.monotonic())
+            asyncio.get_running_loop().call_later(remaining_s, self._end_uncalled)
 
     def _end_uncalled(self) -> None:
         for process in self._uncalled.values():
@@ -178,13 +197,23 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         """Tells the callers that their processes are kept. Then the next program has to take this one's place."""
         await self.aclose()
         self._leaving.set()
-        tellings = [asyncio.create_task(process.told.wait()) for process in self._called]
-        if tellings:
+        kept_until_s = time.monotonic() + KEPT_S
+        if tellings := [asyncio.create_task(process.told.wait()) for process in self._called]:
             _, untold = await asyncio.wait(tellings, timeout=_TOLD_S)
             for task in untold:
                 task.cancel()
+        await self.aclose()
+        await asyncio.to_thread(self._memories.finish)
         processes = tuple(each.kept() for each in (*self._called, *self._uncalled.values()))
-        return MachineLeft(processes, self._memories.starts)
+        return MachineLeft(processes, kept_until_s, dict(self._memories.credentials), tuple(self._devices))
+
+    async def stay(self) -> None:
+        """Ends the processes after all whose callers were told that they are kept, and waits for that."""
+        for process in (*self._called, *self._uncalled.values()):
+            self._end(process)
+        self._called.clear()
+        self._uncalled.clear()
+        await self.aclose()
 
     async def GetMachine(self, request: machine_pb2.GetMachineRequest, context: Any) -> machine_pb2.GetMachineResponse:
         has_shared = bool(request.shared) and await asyncio.to_thread(_is_seen, Path(request.shared))
@@ -204,14 +233,18 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
         start = await _first(requests)
+        if self._leaving.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the agent takes its program anew: call again")
         if start.kept_pid:
             process = self._kept(start)
         else:
             config = await _config_of(start)
             memory, files = Path(config.runtime.host_memory_root), dict(start.files)
-            spec = _spec_of(start, config, self._memories.start_of(memory, files))
+            spec = _spec_of(start, config)
             place = (memory, spec.name)
             self._memories.check(memory, files)
+            for earlier in [each for each in self._uncalled.values() if (each.memory, each.name) == place]:
+                self._end(self._uncalled.pop(earlier.pid))  # whoever asks for another one does not call for it
             while place in self._running or not self._memories.have_room(memory, files):
                 # What ran before, for a caller that is gone, is still ending.
                 yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
@@ -224,7 +257,9 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             async for response in self._until_ended(process, requests):
                 yield response
         finally:
-            if not self._leaving.is_set():
+            if self._leaving.is_set() and process in self._called:
+                process.told.set()  # its caller has ended the call, and calls again
+            else:
                 self._called.discard(process)
                 await asyncio.shield(self._end(process))
 
@@ -273,13 +308,12 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
                 if ended.done() and not ended.cancelled():
                     status = ended.result().exit_status
                     process.told.set()
-                    self._called.discard(process)
+                    self._called.discard(process)  # it is over, and is not kept
                     yield machine_pb2.RunProcessResponse(ended=machine_pb2.ProcessEnded(exit_status=status))
                     return
                 if leaving.done():
                     yield machine_pb2.RunProcessResponse(kept=machine_pb2.ProcessKept(seconds=int(KEPT_S)))
-                    process.told.set()
-                    await asyncio.Event().wait()  # this program has no other end
+                    await asyncio.Event().wait()  # the caller ends the call once it has read this
                 if listening.done():
                     return
                 yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
@@ -370,17 +404,31 @@ def _name_of(start: machine_pb2.ProcessStart) -> str:
     return f"{start.role or 'forkserver'}@{start.node}"
 
 
-def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig, release: JobStart) -> ServiceSpec:
+def _release_of(start: machine_pb2.ProcessStart) -> tuple[str, str]:
+    """The Python and the modules of the job's release. ValueError where this machine does not have them."""
+    own = release()
+    if not start.release or start.release == own:
+        return sys.executable, own_modules()
+    if start.python == sys.executable or not os.access(start.python, os.X_OK):
+        raise ValueError(
+            f"the job is of release {start.release} in {start.python}, and this machine has {own}: it goes on once it "
+            "starts anew"
+        )
+    return start.python, start.modules
+
+
+def _spec_of(start: machine_pb2.ProcessStart, config: JobConfig) -> ServiceSpec:
     socket, device = fork_server_socket(config, NodeId(start.node)), config.cluster.device
+    python, modules = _release_of(start)
     command: tuple[str, ...] = forkserver_command(socket)
     if start.role:
         words = ("--config", start.config, "--node", start.node, "--forkserver", str(socket))
         command = (f"services.{start.role}", *words)
     return ServiceSpec(
         name=_name_of(start),
-        command=(release.python, "-m", *command),
+        command=(python, "-m", *command),
         log_path=Path(start.log),
-        env=(service_env if start.role else fork_server_env)(device, modules=release.modules),
+        env=(service_env if start.role else fork_server_env)(device, modules=modules),
         stop_timeout_s=_STOP_S,
     )
 
@@ -392,11 +440,10 @@ async def run(
     log: Path,
     devices: Sequence[CudaDevice] = (),
     *,
-    again: Sequence[str] = (),
+    next_program: NextProgram = NO_PROGRAM,
     left: MachineLeft | None = None,
 ) -> None:
-    """Until SIGTERM. `again`: the words that start this program, or that of another release. `left`: by the one before.
-    ValueError for an address on which it cannot listen."""
+    """Until SIGTERM. `left`: by the program before. ValueError for an address on which it cannot listen."""
     stopping, asked = await stop_signal(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(handover.SIGNAL, asked.set)
     handover.ready()  # before there are children, who would get this process's mask
@@ -416,17 +463,17 @@ async def run(
         try:
             while await _is_asked(asked, stopping):
                 asked.clear()
-                try:
-                    handover.check_program(again)
-                except OSError as error:
-                    structlog.get_logger("agent").error("no other program", error=str(error))
+                if fault := await next_program.fault():
+                    structlog.get_logger("agent").error("its program is not taken anew", reason=fault)
                     continue
                 state = await servicer.leave()
+                if not await handover.is_last_call(stopping):
+                    break
                 spawner.close()
-                handover.take_program(again, state.to_json())
+                next_program.take(state.to_json())
         finally:
             await server.stop(grace_s=STOP_GRACE_S)
-            await servicer.aclose()
+            await servicer.stay()
     finally:
         spawner.close()
 
@@ -450,8 +497,12 @@ def main(args: argparse.Namespace) -> int:
         this_machine(args.host_memory_root)
         if tls.identity.party is not Party.NODE:
             raise ConfigError(f"{args.credentials} is the credential of {tls.identity}: an agent's is of a node")
-        devices = cuda_devices() if args.device == "cuda" else []
-        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices, again=args.again, left=left))
+        devices: Sequence[CudaDevice] = ()
+        if args.device == "cuda":
+            # What jobs use is not asked for again: the question takes memory on it.
+            devices = left.devices if left else cuda_devices()
+        again = NextProgram(args.program, args.words)
+        asyncio.run(run(args.listen, tls, args.host_memory_root, args.log, devices, next_program=again, left=left))
     except NoCuda as none:
         print(f"tidegate: --device cuda, but on this machine {none}", file=sys.stderr)
         return 1

@@ -34,6 +34,12 @@ MOST_DEPLOY_S = 300
 LOOK_AGAIN_S = 0.5
 MANY = 12 * ITERATIONS
 """Iterations that last longer than a deployment."""
+OTHER_RELEASE = f"""
+mkdir -p /opt/other/bin; cd /opt/other
+cp {sys.prefix}/pyvenv.cfg .; ln -s {sys.prefix}/lib lib; ln -s $(readlink -f {sys.executable}) bin/python
+sed '1s:.*:#!/opt/other/bin/python:' {sys.prefix}/bin/tidegate > bin/tidegate; chmod +x bin/tidegate
+"""
+"""The same code under another Python."""
 MAIN_PIDS = "systemctl show -p MainPID --value 'tidegate-*@tidegate.service'"
 
 
@@ -228,12 +234,13 @@ def assert_a_release_waits_for_jobs(site: Site) -> None:
 
 
 def assert_a_release_interrupts_no_job(site: Site) -> None:
-    """One with the same code, at another path: agents and the cluster take it while the job runs."""
+    """Agents and the cluster take another release while the job runs."""
     for each in site.machines.values():
         each.said(
             "mkdir -p /opt/tidegate-releases; cd /opt/tidegate-releases; mkdir old new broken used; "
-            "touch new/.installed; touch -d '2 days ago' old/.installed used/.installed; cp /bin/sleep used; "
-            "systemd-run --quiet --unit=of-a-job /opt/tidegate-releases/used/sleep 10000"
+            "touch new/.installed; touch -d '2 days ago' old/.installed used/.installed; "
+            "mkdir used/bin; cp /bin/sleep used/bin/python; "
+            "systemd-run --quiet --unit=of-a-job /opt/tidegate-releases/used/bin/python 10000"
         )
     before = {name: machine.said(MAIN_PIDS) for name, machine in site.machines.items()}
     site.submit("third", iterations=MANY)
@@ -243,6 +250,11 @@ def assert_a_release_interrupts_no_job(site: Site) -> None:
     assert row["state"] == "running"
     assert site.deploy(tidegate_environment="/opt/other") == dict.fromkeys(ADDRESSES, 0)
     assert {name: machine.said(MAIN_PIDS) for name, machine in site.machines.items()} == before
+    # The processes of the job run on, and what is not its own is of the other release.
+    for name, program in (("a", "services.node.launch"), ("b", "services.actor")):
+        running = site.machines[name].said(f"pgrep --full --list-full -- '-m {program}'")
+        assert running.split()[1].startswith(sys.prefix), running
+    assert "/opt/other/bin/python" in site.machines["a"].said("pgrep --full --list-full services.scheduler.cluster")
     told = site.machines["b"].said("journalctl -o cat -u tidegate-agent@tidegate | grep -c 'listens on'")
     assert int(told) > 1, "the agent of b has taken its program anew"
     (row,) = json.loads(site.tidegate("wait", "third", "-o", "json"))
@@ -276,7 +288,7 @@ def test_of_two_machines_that_may_keep_the_cluster_the_other_one_does_once_the_f
     nodes = json.loads(site.said_here("get", "nodes", "--cluster", "lab", "-o", "json"))
     assert ["keeps" in row["message"] for row in nodes if row["machine"] == first] == [True]
     for each in site.machines.values():
-        each.said(f"ln -s {sys.prefix} /opt/other")
+        each.said(OTHER_RELEASE)
     site.submit("through", on=first, iterations=MANY)
     site.until_saved("through")
     site.deploy(tidegate_environment="/opt/other", **two)

@@ -27,6 +27,7 @@ from tidegate.adapters.redis_store import redis_store
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.ownership.adoption import GateReports, adopt
+from tidegate.runtime import server_kinds
 from tidegate.runtime.embedded import EmbeddedServers
 from tidegate.runtime.server_kinds import ServerGuard
 from tidegate.types import InstanceId, JobId, Role
@@ -241,3 +242,23 @@ async def test_who_is_let_in_later_disturbs_nobody_and_who_is_put_out_has_no_rig
     await listening.close()
     for each in (store, newcomer):
         await each.aclose()
+
+
+async def test_who_is_in_has_the_rights_of_another_release_once_all_are_let_in_anew(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, job = lab.of(Party.SCHEDULER, "a"), lab.of(Party.JOB, MATH)
+    listening = await nats.connect(lab.servers.nats.url, **nats_options(job))
+    store = await Redis.from_url(lab.servers.store.url, **redis_options(job)).client()
+    await store.ping()
+    usual = server_kinds._store_user
+    monkeypatch.setattr(server_kinds, "_store_user", lambda user: (found := usual(user)) and f"{found} -ping")
+    guard = ServerGuard.of(lab.own, scheduler, job)
+    await lab.servers.let_in(guard)
+    await store.ping()
+    await lab.servers.let_in(guard, anew=True)
+    with pytest.raises(NoPermissionError, match="ping"):
+        await store.ping()
+    assert listening.is_connected
+    await listening.close()
+    await store.aclose()

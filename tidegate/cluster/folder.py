@@ -169,7 +169,7 @@ class ClusterFolder:
 class ClusterDescription:
     """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`.
     `address`: where commands of other machines are answered, with the credential in `node_credentials`; empty: they are
-    not. `command_port`: the port there; 0: any. `program`: the one that the agent takes anew.
+    not. `command_port`: the port there; 0: any. `program`: the words of the `tidegate` that the agent takes anew.
     `handover_form`: of what it leaves for it; 0: the agent is of an earlier release, and leaves nothing."""
 
     slots: Slots
@@ -180,7 +180,7 @@ class ClusterDescription:
     address: str = ""
     node_credentials: str = ""
     command_port: int = 0
-    program: str = ""
+    program: tuple[str, ...] = ()
     handover_form: int = 0
 
     def to_json(self) -> str:
@@ -194,7 +194,7 @@ class ClusterDescription:
             slots = Slots.of(typed(dict, fields["slots"], "slots"))
             names = ("nats_url", "redis_url", "agent", "credentials", "address", "node_credentials")
             texts = {name: typed(str, fields[name], name) for name in names}
-            program = typed(str, fields.get("program", ""), "program")
+            program = tuple(typed(str, word, "program") for word in fields.get("program", []))
             port, form = (typed(int, fields.get(name, 0), name) for name in ("command_port", "handover_form"))
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error

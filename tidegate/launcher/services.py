@@ -33,10 +33,10 @@ from pathlib import Path
 
 import structlog
 
-import tidegate
 from tidegate.config.job_config import JobConfig
 from tidegate.device_slots import DeviceKind
 from tidegate.job import JobFolder
+from tidegate.machines import own_modules
 from tidegate.runtime.hosted import Hosted
 from tidegate.runtime.large_copies import with_large_copies
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor
@@ -169,20 +169,6 @@ def service_env(device: DeviceKind, *, modules: str = "") -> dict[str, str]:
         | hidden
         | with_large_copies(os.environ)
     )
-
-
-def outer_environment() -> dict[str, str]:
-    """This process's, without the modules of this installation, which `service_env` has put first."""
-    first, _, others = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
-    if first != own_modules():
-        return dict(os.environ)
-    outer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return outer | ({"PYTHONPATH": others} if others else {})
-
-
-def own_modules() -> str:
-    """The folder of this release's modules."""
-    return str(Path(tidegate.__file__).parents[1])
 
 
 def fork_server_env(device: DeviceKind, *, modules: str = "") -> dict[str, str]:

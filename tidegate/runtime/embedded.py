@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -149,11 +149,14 @@ class EmbeddedServer:
                 if num_further == 0:
                     raise
 
-    async def let_in(self, guard: ServerGuard) -> None:
-        """Lets in whom `guard` has, and nobody else. Its users of before, who are among them, notice nothing. OSError
-        where the server does not take it: start it again then."""
+    async def let_in(self, guard: ServerGuard, *, anew: bool = False) -> None:
+        """Lets in whom `guard` has, and nobody else. Its users of before, who are among them, notice nothing. `anew`:
+        the rules for users may be others than those that the server has. OSError where the server does not take it:
+        start it again then."""
         assert self._guard is not None, "a server without a guard lets everybody in"
         before, self._guard = self._guard, guard
+        if anew:
+            before = replace(before, users=())
         self._kind.arguments(self._folder, self.port, guard)  # the files that a start reads, and NATS now
         if self.is_running:
             await self._kind.reload(Running(self.port, self.pid, self.log_path), before, guard)
@@ -280,10 +283,10 @@ class EmbeddedServers:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    async def let_in(self, guard: ServerGuard) -> None:
+    async def let_in(self, guard: ServerGuard, *, anew: bool = False) -> None:
         """As `EmbeddedServer.let_in`, for both."""
         for server in (self.nats, self.store):
-            await server.let_in(guard)
+            await server.let_in(guard, anew=anew)
 
     async def first_exit(self) -> EmbeddedServer:
         """Waits until one server is dead."""

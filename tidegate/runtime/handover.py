@@ -12,16 +12,20 @@ From the call to `ready`, signals wait that would end a process without handlers
 Invariants:
 - Children live on, and die with the process as before. [test_handover: the_services_live_on]
   [test_handover: die_with_it_as_before]
-- No signal of that time is lost, and none ends the process without an orderly end. [test_handover: a_stop_meanwhile]
-- A state of another form is refused. [test_handover: of_another_form]
+- A signal of that time is carried out afterwards. [test_handover: a_stop_meanwhile]
+- A program that does not start is not taken. [test_handover: that_does_not_start]
+- A state of another form is refused. [test_handover: left_of_another_form]
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -33,6 +37,9 @@ FORM = 1
 SIGNAL = signal.SIGUSR2
 """Asks an agent to take its program anew."""
 VARIABLE = "TIDEGATE_HANDED_OVER"
+ASKS_FORM = ("reload", "--form")
+"""The words of `tidegate` that print the form which it reads."""
+_ANSWER_S = 30.0
 T = TypeVar("T")
 _WAITING = frozenset({signal.SIGTERM, signal.SIGINT, SIGNAL})
 
@@ -41,10 +48,43 @@ class NoHandover(RuntimeError):
     """This program cannot take the place of the one before."""
 
 
-def check_program(words: Sequence[str]) -> None:
-    """OSError where there is no such program."""
-    if not os.access(words[0], os.X_OK):
-        raise FileNotFoundError(f"there is no program {words[0]}, whose release is to be taken")
+def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with these changes. None: without the variable."""
+    found = {name: value for name, value in os.environ.items() if name not in changes}
+    return found | {name: value for name, value in changes.items() if value is not None}
+
+
+async def program_fault(program: Sequence[str], env: Mapping[str, str] = os.environ) -> str:
+    """Why a program cannot take the place of one of this form. Empty: it can. It is asked: that it starts is half of
+    the answer."""
+    try:
+        asked = await asyncio.create_subprocess_exec(
+            *program, *ASKS_FORM, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, env=env
+        )
+    except OSError as error:
+        return f"the program {program[0]} cannot be started: {error.strerror}"
+    try:
+        said, failed = await asyncio.wait_for(asked.communicate(), _ANSWER_S)
+    except TimeoutError:
+        asked.kill()
+        await asked.wait()
+        return f"the program {shlex.join(program)} has not begun within {_ANSWER_S:g} s"
+    if asked.returncode:
+        lines = failed.decode(errors="replace").strip().splitlines() or ["no message"]
+        return f"the program {shlex.join(program)} does not start, or is of an earlier release: {lines[-1]}"
+    form = said.decode(errors="replace").strip()
+    return "" if form == str(FORM) else f"it leaves a state of form {FORM}, and {shlex.join(program)} reads form {form}"
+
+
+async def is_last_call(stopping: asyncio.Event) -> bool:
+    """Whether nobody has asked this process to stop. From then on signals wait for the next program, but for one that
+    another thread takes in the last moment, which is lost."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITING)
+    for _ in range(2):  # what has come is seen in one turn of the loop, and its handler runs in the next
+        await asyncio.sleep(0)
+    if stopping.is_set():
+        ready()
+    return not stopping.is_set()
 
 
 def take_program(

@@ -36,7 +36,7 @@ from tidegate.certs.identity import Identity, Party
 from tidegate.certs.job_credentials import job_folders
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.sections.job import MachineSection
-from tidegate.machines import BEAT_S, LOST_S
+from tidegate.machines import BEAT_S, LOST_S, own_modules, release
 from tidegate.runtime.processes import ENDS_AGAIN
 from tidegate.runtime.service import stop_signal
 from tidegate.types import NodeId, Role
@@ -77,6 +77,9 @@ class Hosted:
             config=str(self.config),
             log=str(self.log),
             files={str(path.relative_to(memory)): path.read_bytes() for path in files},
+            release=release(),
+            python=sys.executable,
+            modules=own_modules(),
         )
 
     def command(self) -> tuple[str, ...]:
@@ -168,13 +171,12 @@ class Call:
                     self.pid = response.started.pid
                 elif body == "kept":
                     self.kept_s = response.kept.seconds
+                    raise TimeoutError  # the end of this call tells that it was read
                 elif body == "ended":
                     status = int(response.ended.exit_status)
                     if status > 0:
                         print(_last_line(log), file=sys.stderr)
                     return status
-        if self.kept_s:
-            raise TimeoutError
         print("the agent ended the call without a status: it had heard nothing from here", file=sys.stderr)
         return 1
 

@@ -26,7 +26,7 @@ from tidegate.v1 import access_pb2 as tidegate_dot_v1_dot_access__pb2
 from tidegate.v1 import events_pb2 as tidegate_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/machine.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x18tidegate/v1/events.proto\"2\n\x11GetMachineRequest\x12\x0e\n\x06shared\x18\x01 \x01(\t\x12\r\n\x05paths\x18\x02 \x03(\t\"\xa7\x03\n\x12GetMachineResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32-.tidegate.v1.GetMachineResponse.VersionsEntry\x12\x0c\n\x04user\x18\x02 \x01(\r\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x12\n\nhas_shared\x18\x04 \x01(\x08\x12\x10\n\x08hostname\x18\x05 \x01(\t\x12\x11\n\tnum_cores\x18\x06 \x01(\x01\x12#\n\x06memory\x18\x07 \x01(\x0b\x32\x13.tidegate.v1.Memory\x12(\n\x0bhost_memory\x18\x08 \x01(\x0b\x32\x13.tidegate.v1.Memory\x12\x18\n\x10host_memory_root\x18\t \x01(\t\x12-\n\x0c\x63uda_devices\x18\n \x03(\x0b\x32\x17.tidegate.v1.CudaDevice\x12\x15\n\rmissing_paths\x18\x0b \x03(\t\x12\x16\n\x0ehost_memory_id\x18\x0c \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"/\n\nCudaDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"6\n\x06Memory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x02 \x01(\x04\"\x11\n\x0fGetClockRequest\"(\n\x10GetClockResponse\x12\x14\n\x0cmonotonic_ns\x18\x01 \x01(\x04\".\n\x0fGetGatesRequest\x12\x0c\n\x04root\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\"9\n\x10GetGatesResponse\x12%\n\x05gates\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GateState\"\x94\x01\n\x11RunProcessRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.ProcessStartH\x00\x12(\n\x04stop\x18\x02 \x01(\x0b\x32\x18.tidegate.v1.ProcessStopH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xbc\x01\n\x0cProcessStart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0b\n\x03log\x18\x04 \x01(\t\x12\x33\n\x05\x66iles\x18\x05 \x03(\x0b\x32$.tidegate.v1.ProcessStart.FilesEntry\x12\x10\n\x08kept_pid\x18\x06 \x01(\r\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\r\n\x0bProcessStop\"\x06\n\x04\x42\x65\x61t\"\xc5\x01\n\x12RunProcessResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tidegate.v1.ProcessStartedH\x00\x12*\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x19.tidegate.v1.ProcessEndedH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x12(\n\x04kept\x18\x04 \x01(\x0b\x32\x18.tidegate.v1.ProcessKeptH\x00\x42\x06\n\x04\x62ody\"\x1e\n\x0bProcessKept\x12\x0f\n\x07seconds\x18\x01 \x01(\r\"\x1d\n\x0eProcessStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"#\n\x0cProcessEnded\x12\x13\n\x0b\x65xit_status\x18\x01 \x01(\x11\x32\xd9\x02\n\x07Machine\x12T\n\nGetMachine\x12\x1e.tidegate.v1.GetMachineRequest\x1a\x1f.tidegate.v1.GetMachineResponse\"\x05\xa2\xbb\x18\x01\x04\x12N\n\x08GetClock\x12\x1c.tidegate.v1.GetClockRequest\x1a\x1d.tidegate.v1.GetClockResponse\"\x05\xa2\xbb\x18\x01\x04\x12N\n\x08GetGates\x12\x1c.tidegate.v1.GetGatesRequest\x1a\x1d.tidegate.v1.GetGatesResponse\"\x05\xa2\xbb\x18\x01\x04\x12X\n\nRunProcess\x12\x1e.tidegate.v1.RunProcessRequest\x1a\x1f.tidegate.v1.RunProcessResponse\"\x05\xa2\xbb\x18\x01\x04(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tidegate/v1/machine.proto\x12\x0btidegate.v1\x1a\x18tidegate/v1/access.proto\x1a\x18tidegate/v1/events.proto\"2\n\x11GetMachineRequest\x12\x0e\n\x06shared\x18\x01 \x01(\t\x12\r\n\x05paths\x18\x02 \x03(\t\"\xa7\x03\n\x12GetMachineResponse\x12?\n\x08versions\x18\x01 \x03(\x0b\x32-.tidegate.v1.GetMachineResponse.VersionsEntry\x12\x0c\n\x04user\x18\x02 \x01(\r\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x12\n\nhas_shared\x18\x04 \x01(\x08\x12\x10\n\x08hostname\x18\x05 \x01(\t\x12\x11\n\tnum_cores\x18\x06 \x01(\x01\x12#\n\x06memory\x18\x07 \x01(\x0b\x32\x13.tidegate.v1.Memory\x12(\n\x0bhost_memory\x18\x08 \x01(\x0b\x32\x13.tidegate.v1.Memory\x12\x18\n\x10host_memory_root\x18\t \x01(\t\x12-\n\x0c\x63uda_devices\x18\n \x03(\x0b\x32\x17.tidegate.v1.CudaDevice\x12\x15\n\rmissing_paths\x18\x0b \x03(\t\x12\x16\n\x0ehost_memory_id\x18\x0c \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"/\n\nCudaDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"6\n\x06Memory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x02 \x01(\x04\"\x11\n\x0fGetClockRequest\"(\n\x10GetClockResponse\x12\x14\n\x0cmonotonic_ns\x18\x01 \x01(\x04\".\n\x0fGetGatesRequest\x12\x0c\n\x04root\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\"9\n\x10GetGatesResponse\x12%\n\x05gates\x18\x01 \x03(\x0b\x32\x16.tidegate.v1.GateState\"\x94\x01\n\x11RunProcessRequest\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x19.tidegate.v1.ProcessStartH\x00\x12(\n\x04stop\x18\x02 \x01(\x0b\x32\x18.tidegate.v1.ProcessStopH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xee\x01\n\x0cProcessStart\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\t\x12\x0b\n\x03log\x18\x04 \x01(\t\x12\x33\n\x05\x66iles\x18\x05 \x03(\x0b\x32$.tidegate.v1.ProcessStart.FilesEntry\x12\x10\n\x08kept_pid\x18\x06 \x01(\r\x12\x0f\n\x07release\x18\x07 \x01(\t\x12\x0e\n\x06python\x18\x08 \x01(\t\x12\x0f\n\x07modules\x18\t \x01(\t\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\r\n\x0bProcessStop\"\x06\n\x04\x42\x65\x61t\"\xc5\x01\n\x12RunProcessResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tidegate.v1.ProcessStartedH\x00\x12*\n\x05\x65nded\x18\x02 \x01(\x0b\x32\x19.tidegate.v1.ProcessEndedH\x00\x12!\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x11.tidegate.v1.BeatH\x00\x12(\n\x04kept\x18\x04 \x01(\x0b\x32\x18.tidegate.v1.ProcessKeptH\x00\x42\x06\n\x04\x62ody\"\x1e\n\x0bProcessKept\x12\x0f\n\x07seconds\x18\x01 \x01(\r\"\x1d\n\x0eProcessStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"#\n\x0cProcessEnded\x12\x13\n\x0b\x65xit_status\x18\x01 \x01(\x11\x32\xd9\x02\n\x07Machine\x12T\n\nGetMachine\x12\x1e.tidegate.v1.GetMachineRequest\x1a\x1f.tidegate.v1.GetMachineResponse\"\x05\xa2\xbb\x18\x01\x04\x12N\n\x08GetClock\x12\x1c.tidegate.v1.GetClockRequest\x1a\x1d.tidegate.v1.GetClockResponse\"\x05\xa2\xbb\x18\x01\x04\x12N\n\x08GetGates\x12\x1c.tidegate.v1.GetGatesRequest\x1a\x1d.tidegate.v1.GetGatesResponse\"\x05\xa2\xbb\x18\x01\x04\x12X\n\nRunProcess\x12\x1e.tidegate.v1.RunProcessRequest\x1a\x1f.tidegate.v1.RunProcessResponse\"\x05\xa2\xbb\x18\x01\x04(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -66,21 +66,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNPROCESSREQUEST']._serialized_start=846
   _globals['_RUNPROCESSREQUEST']._serialized_end=994
   _globals['_PROCESSSTART']._serialized_start=997
-  _globals['_PROCESSSTART']._serialized_end=1185
-  _globals['_PROCESSSTART_FILESENTRY']._serialized_start=1141
-  _globals['_PROCESSSTART_FILESENTRY']._serialized_end=1185
-  _globals['_PROCESSSTOP']._serialized_start=1187
-  _globals['_PROCESSSTOP']._serialized_end=1200
-  _globals['_BEAT']._serialized_start=1202
-  _globals['_BEAT']._serialized_end=1208
-  _globals['_RUNPROCESSRESPONSE']._serialized_start=1211
-  _globals['_RUNPROCESSRESPONSE']._serialized_end=1408
-  _globals['_PROCESSKEPT']._serialized_start=1410
-  _globals['_PROCESSKEPT']._serialized_end=1440
-  _globals['_PROCESSSTARTED']._serialized_start=1442
-  _globals['_PROCESSSTARTED']._serialized_end=1471
-  _globals['_PROCESSENDED']._serialized_start=1473
-  _globals['_PROCESSENDED']._serialized_end=1508
-  _globals['_MACHINE']._serialized_start=1511
-  _globals['_MACHINE']._serialized_end=1856
+  _globals['_PROCESSSTART']._serialized_end=1235
+  _globals['_PROCESSSTART_FILESENTRY']._serialized_start=1191
+  _globals['_PROCESSSTART_FILESENTRY']._serialized_end=1235
+  _globals['_PROCESSSTOP']._serialized_start=1237
+  _globals['_PROCESSSTOP']._serialized_end=1250
+  _globals['_BEAT']._serialized_start=1252
+  _globals['_BEAT']._serialized_end=1258
+  _globals['_RUNPROCESSRESPONSE']._serialized_start=1261
+  _globals['_RUNPROCESSRESPONSE']._serialized_end=1458
+  _globals['_PROCESSKEPT']._serialized_start=1460
+  _globals['_PROCESSKEPT']._serialized_end=1490
+  _globals['_PROCESSSTARTED']._serialized_start=1492
+  _globals['_PROCESSSTARTED']._serialized_end=1521
+  _globals['_PROCESSENDED']._serialized_start=1523
+  _globals['_PROCESSENDED']._serialized_end=1558
+  _globals['_MACHINE']._serialized_start=1561
+  _globals['_MACHINE']._serialized_end=1906
 # @@protoc_insertion_point(module_scope)

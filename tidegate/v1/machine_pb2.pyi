@@ -317,6 +317,9 @@ class ProcessStart(_message.Message):
     LOG_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     KEPT_PID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    PYTHON_FIELD_NUMBER: _builtins.int
+    MODULES_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     role: _builtins.str
     """actor, rollout, inference; empty: the node's fork server"""
@@ -326,6 +329,12 @@ class ProcessStart(_message.Message):
     """The file for what the process prints, on that storage."""
     kept_pid: _builtins.int
     """Goes on with the process that the agent keeps for this call. 0: starts one."""
+    release: _builtins.str
+    """The job's release, as the versions of `GetMachine` name it. An agent of another one starts the process by this Python
+    with these modules, or refuses where it does not have them. Empty: the job is of the agent's release.
+    """
+    python: _builtins.str
+    modules: _builtins.str
     @_builtins.property
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """By path in the job's folder in host memory: the credentials of its processes."""
@@ -339,10 +348,13 @@ class ProcessStart(_message.Message):
         log: _builtins.str = ...,
         files: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         kept_pid: _builtins.int = ...,
+        release: _builtins.str = ...,
+        python: _builtins.str = ...,
+        modules: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "files", b"files", "kept_pid", b"kept_pid", "log", b"log", "node", b"node", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "files", b"files", "kept_pid", b"kept_pid", "log", b"log", "modules", b"modules", "node", b"node", "python", b"python", "release", b"release", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,7 +428,7 @@ Global___RunProcessResponse: _TypeAlias = RunProcessResponse  # noqa: Y015
 
 @_typing.final
 class ProcessKept(_message.Message):
-    """This call ends, and the process lives on for so long: another call goes on with it."""
+    """The caller ends this call, and the process lives on for so long: another call goes on with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

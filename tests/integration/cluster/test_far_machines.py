@@ -218,11 +218,14 @@ async def test_a_machine_of_another_release_keeps_its_jobs(lab: Lab, monkeypatch
     async with watched(lab.look(lab.b)) as seen:
         await lab.changes.get()
         assert [each.keeps_jobs for each in (await seen.gates())[1]] == [True]
+        lab.now_s = 300.0
         await lab.b.stop()
         async with asyncio.timeout(30):
             while "it does not answer" not in (await lab.away(seen))["n1"]:  # noqa: ASYNC110 # it is away all the time
                 await asyncio.sleep(0.02)
-        assert [each.keeps_jobs for each in (await seen.gates())[1]] == [False]
+        lab.now_s = 310.0
+        (away,) = (await seen.gates())[1]
+        assert (away.keeps_jobs, away.seconds) == (False, 10.0), "it was there for its jobs until it was silent"
 
 
 async def test_of_two_agents_on_one_machine_the_later_one_is_away_while_the_other_is_there(lab: Lab) -> None:

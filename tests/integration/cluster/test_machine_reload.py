@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -18,13 +18,15 @@ import psutil
 import pytest
 
 from cli.command import execute
-from services.node.job_memories import JobMemories, JobStart
-from services.node.machine import Kept, MachineLeft
+from services.node import machine
+from services.scheduler.cluster.loop import LOST_AFTER_S
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, until
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
+from tidegate.cluster import keepers
+from tidegate.machines import own_modules, release
 from tidegate.runtime import handover
-from tidegate.runtime.processes import Child, ServiceEnd, ServiceSpec, Watched, started
+from tidegate.runtime.processes import Child, ServiceSpec, started
 from tidegate.types import Role
 
 AGENT = """
@@ -42,9 +44,12 @@ def program(spec):
 
 machine.Supervisor = lambda _, **options: Supervisor(program, **options)
 machine.KEPT_S = float(kept_s)
+# It is this script, and no command of tidegate, that starts again.
+words = (sys.executable, *sys.orig_argv[1:])
+machine.NextProgram.take = lambda _, state, **options: machine.handover.take_program(words, state)
 sys.exit(machine.main(argparse.Namespace(
     listen=endpoint, credentials=folder / "node", host_memory_root=folder / "memory", log=folder / "helper.log",
-    device="cpu", again=[sys.executable, *sys.orig_argv[1:]],
+    device="cpu", program=(sys.executable, "-m", "cli"), words=(),
 )))
 """
 
@@ -165,8 +170,9 @@ async def test_a_process_dies_with_an_agent_that_has_another_program(agent: Agen
     await until(lambda: not program.is_running())
 
 
-async def test_a_process_is_of_the_release_of_its_job(tmp_path: Path, agent: Agent) -> None:
-    """Also one that starts under the next program, until the job starts anew."""
+async def test_a_process_is_of_the_release_of_its_job(
+    tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab = agent.lab
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
@@ -178,27 +184,66 @@ async def test_a_process_is_of_the_release_of_its_job(tmp_path: Path, agent: Age
 
     lab.program = program  # type: ignore[method-assign]  # it looks only
     config = lab.config()
-    memory = Path(config.runtime.host_memory_root)
-    start = lab.hosted(config, Role.ROLLOUT).start(memory)
-    earlier = JobStart(JobStart.of_now(dict(start.files)).digest, str(python), "/of/then")
-    lab.server = await lab.serve(left=MachineLeft((), {memory: earlier}))
-    for _ in range(2):
+    start = lab.hosted(config, Role.ROLLOUT).start(Path(config.runtime.host_memory_root))
+    assert (start.release, start.python, start.modules) == (release(), sys.executable, own_modules())
+    lab.server = await lab.serve()
+    for other in ({}, {"release": "0.0+other", "python": str(python), "modules": "/of/then"}):
+        for name, value in other.items():
+            setattr(start, name, value)
         async with aclosing(calls(lab, start)) as call:
             assert (await anext(call)).WhichOneof("body") == "started"
     assert [(spec.command[0], spec.env["PYTHONPATH"].split(os.pathsep)[0]) for spec in seen] == [
-        (str(python), "/of/then")
-    ] * 2
-    start.files["credentials/job/store.password"] = b"of another start"
-    async with aclosing(calls(lab, start)) as call:
-        assert (await anext(call)).WhichOneof("body") == "started"
-    assert seen[-1].command[0] == sys.executable
+        (sys.executable, own_modules()),
+        (str(python), "/of/then"),
+    ]
+    for path in (str(tmp_path / "none"), sys.executable):
+        start.python = path
+        with pytest.raises(grpc.aio.AioRpcError, match=rf"of release 0.0\+other in {path}, and this machine has"):
+            [_ async for _ in calls(lab, start)]
     await lab.server.stop(grace_s=0)
 
 
-def test_the_release_of_a_job_is_forgotten_where_it_is_the_agents(tmp_path: Path) -> None:
-    now = JobStart.of_now({"a": b"1"})
-    assert JobMemories(tmp_path, {tmp_path: now}).start_of(tmp_path, {"a": b"2"}) != now
-    assert JobMemories(tmp_path, {tmp_path: now}).start_of(tmp_path, {"a": b"1"}) == now
+def test_a_kept_process_is_gone_before_its_job_goes_on_elsewhere() -> None:
+    """Where its agent took another program just before the machine, or the one that keeps the cluster, was lost."""
+    gone_s = machine.KEPT_S + machine._STOP_S
+    assert gone_s < LOST_AFTER_S
+    assert keepers.LOST_S + gone_s <= keepers.SILENT_S
+
+
+async def test_a_stop_while_it_tells_its_callers_ends_them_in_order(agent: Agent) -> None:
+    agent.start(ENDS_ON_TERM)
+    config = agent.lab.config()
+    stand_in = await agent.lab.stand_in(config)
+    await until(lambda: "ready" in agent.lab.printed(config))
+    (program,) = agent.programs()
+    stand_in.send_signal(signal.SIGSTOP)  # so that it takes a while
+    agent.send(handover.SIGNAL)
+    start = agent.lab.hosted(config).start(Path(config.runtime.host_memory_root))
+    start.kept_pid = 1
+    told = ""
+    while "takes its program anew" not in told:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            [_ async for _ in calls(agent.lab, start)]
+        told = str(refused.value.details())
+    agent.send(signal.SIGTERM)
+    assert agent.process is not None
+    assert await asyncio.to_thread(agent.process.wait, 60) == 0
+    assert not program.is_running()
+    await until(lambda: not Path(config.runtime.host_memory_root).exists())
+
+
+async def test_another_process_in_its_place_waits_for_no_caller(agent: Agent) -> None:
+    agent.start(WAITS)
+    config = agent.lab.config()
+    stand_in = await agent.lab.stand_in(config)
+    await until(lambda: len(agent.programs()) == 1)
+    (program,) = agent.programs()
+    stand_in.send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(agent.reload)
+    began_s = time.monotonic()
+    await agent.lab.started(agent.lab.hosted(config))
+    await until(lambda: not program.is_running() and len(agent.programs()) == 1)
+    assert time.monotonic() - began_s < machine.KEPT_S
 
 
 def test_what_takes_no_other_program_is_not_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,14 +268,3 @@ async def test_a_process_that_was_not_kept_is_refused(agent: Agent) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="no process 7 of actor@n0 was kept"):
         [_ async for _ in calls(lab, start)]
     await lab.server.stop(grace_s=0)
-
-
-def test_what_an_agent_leaves_is_what_was_left(tmp_path: Path) -> None:
-    spec = ServiceSpec("actor@n0", ("/bin/true", "-m"), tmp_path / "log", env={"A": "1"})
-    end = ServiceEnd("actor@n0", 7, -9, was_asked=True, restarts_in_s=None)
-    processes = (
-        Kept(tmp_path, Watched(spec, 7), (), "actor@n0", 7),
-        Kept(tmp_path, None, (end,), "actor@n0", 8),
-    )
-    left = MachineLeft(processes, {tmp_path: JobStart("d", "/python", "/modules")})
-    assert MachineLeft.of(json.loads(json.dumps(left.to_json()))) == left

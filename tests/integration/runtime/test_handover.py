@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import psutil
 import pytest
 
 from tidegate.runtime import handover
+from tidegate.runtime.next_program import NextProgram
 from tidegate.runtime.processes import ServiceSpec, Watched
 
 WAIT_S = 30
 PROGRAM = """
 import asyncio, json, os, signal, sys
+from dataclasses import asdict
 from pathlib import Path
 from tidegate.runtime import handover
 from tidegate.runtime.embedded import EmbeddedServers, RunningServers
@@ -38,8 +41,7 @@ async def main():
             pid = supervisor.start(ServiceSpec("s", ("/bin/sh", "-c", script), folder / "s.log"))
             tell(pid, servers)
             sys.stdin.readline()
-            handover.check_program([sys.executable])
-            state = {"services": [each.to_json() for each in supervisor.watched()], "servers": vars_of(servers.running)}
+            state = {"services": [each.to_json() for each in supervisor.watched()], "servers": asdict(servers.running)}
             try:
                 handover.take_program([sys.executable + "-which-is-not-there"], state)
             except FileNotFoundError:
@@ -60,9 +62,6 @@ async def main():
         else:
             print((await supervisor.next_end()).exit_status, flush=True)
         await supervisor.aclose()
-
-def vars_of(running):
-    return {"lock_fd": running.lock_fd, "nats": running.nats, "store": running.store}
 
 def tell(pid, servers):
     print(json.dumps([os.getpid(), pid, servers.nats.pid, servers.store.pid, servers.nats.port]), flush=True)
@@ -169,7 +168,31 @@ def test_a_service_that_waits_for_its_restart_is_started() -> None:
         assert Watched.of(json.loads(json.dumps(watched.to_json()))) == watched
 
 
-def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with suppress(FileNotFoundError):
-        handover.check_program([str(tmp_path / "none")])
-        pytest.fail("it was found")
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (("/none/tidegate",), "the program /none/tidegate cannot be started: No such file or directory"),
+        (("/bin/sh", "-c", "echo no >&2; exit 1"), "does not start, or is of an earlier release: no"),
+        (("/bin/sh", "-c", "exit 1"), "does not start, or is of an earlier release: no message"),
+        (("/bin/sh", "-c", "echo 99"), f"it leaves a state of form {handover.FORM}, and .* reads form 99"),
+        (("/bin/sh", "-c", "exec sleep 1000"), "has not begun within 0.5 s"),
+    ],
+)
+async def test_a_program_that_does_not_start_or_is_of_another_form_is_told(
+    program: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "_ANSWER_S", 0.5)
+    assert re.search(told, await handover.program_fault(program))
+
+
+async def test_this_program_can_take_the_place_of_itself() -> None:
+    assert await handover.program_fault((sys.executable, "-m", "cli")) == ""
+
+
+def test_the_environment_is_as_before_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "1")
+    monkeypatch.setenv("B", "2")
+    found = handover.changed_environment({"A": None, "B": "3"})
+    assert ("A" in found, found["B"]) == (False, "3")
+    program = NextProgram(("/bin/tidegate",), ("up", "n0=8"), {"A": None, "B": "3"})
+    assert NextProgram.of(program.to_json()) == program
