@@ -445,12 +445,11 @@ def main() -> int:
                 asyncio.run(agent.run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
-    except (AgentRuns, OtherCluster, TermTaken, ServerFailed, FolderInUse, ServerPackageMissing, OSError) as error:
+    except (
+        *(AgentRuns, OtherCluster, TermTaken, handover.NoHandover),
+        *(ServerFailed, FolderInUse, ServerPackageMissing, OSError),
+    ) as error:
         print(error, file=sys.stderr)
-        return 1
-    except handover.NoHandover as error:
-        print(error, file=sys.stderr)
-        shutil.rmtree(memory, ignore_errors=True)
         return 1
     return 0
 
