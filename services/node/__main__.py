@@ -68,6 +68,7 @@ from tidegate.runtime import handover
 from tidegate.runtime.cuda import NoCuda, cuda_devices
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.front import MOST_CONNECTIONS, Front
+from tidegate.runtime.handover import NoHandover
 from tidegate.runtime.next_program import NextProgram
 from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
@@ -80,6 +81,8 @@ SOURCE = "agent"
 SCHEDULER, FORK_SERVER = "scheduler", "forkserver"
 UNDECIDED_S = 60.0
 """As long as a job waits for NATS and Redis."""
+_FAULTS = (AgentRuns, OtherCluster, TermTaken, NoHandover, ServerFailed, FolderInUse, ServerPackageMissing, OSError)
+"""They end an agent, and say why."""
 _MAX_RESTARTS = 1000
 """An agent stays for months: its scheduler is started again as often as it dies, later each time in a row."""
 
@@ -445,10 +448,7 @@ def main() -> int:
                 asyncio.run(agent.run())
             finally:
                 shutil.rmtree(memory, ignore_errors=True)
-    except (
-        *(AgentRuns, OtherCluster, TermTaken, handover.NoHandover),
-        *(ServerFailed, FolderInUse, ServerPackageMissing, OSError),
-    ) as error:
+    except _FAULTS as error:
         print(error, file=sys.stderr)
         return 1
     return 0

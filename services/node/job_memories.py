@@ -38,6 +38,8 @@ class JobMemories:
         self._users: Counter[Path] = Counter()
         self._credentials: dict[Path, str] = dict(credentials or {})
         self._removals: set[threading.Thread] = set()
+        for left in self.root.glob(f".tidegate-{os.getuid()}-*"):  # by an agent that was killed meanwhile
+            self._begin_removal(left)
 
     @property
     def credentials(self) -> Mapping[Path, str]:
@@ -93,9 +95,12 @@ class JobMemories:
         aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
         with suppress(OSError):
             folder.rename(aside)
-            removal = threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True})
-            removal.start()
-            self._removals = {each for each in self._removals if each.is_alive()} | {removal}
+            self._begin_removal(aside)
+
+    def _begin_removal(self, folder: Path) -> None:
+        removal = threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True})
+        removal.start()
+        self._removals = {each for each in self._removals if each.is_alive()} | {removal}
 
     def _make_anew(self, folder: Path, files: Mapping[str, bytes]) -> None:
         try:

@@ -19,6 +19,7 @@ import pytest
 
 from cli.command import execute
 from services.node import machine
+from services.node.job_memories import JobMemories
 from services.scheduler.cluster.loop import LOST_AFTER_S
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, until
 from tidegate.certs.authority import Authority
@@ -201,6 +202,14 @@ async def test_a_process_is_of_the_release_of_its_job(
         with pytest.raises(grpc.aio.AioRpcError, match=rf"of release 0.0\+other in {path}, and this machine has"):
             [_ async for _ in calls(lab, start)]
     await lab.server.stop(grace_s=0)
+
+
+def test_what_a_killed_agent_had_not_removed_yet_goes(tmp_path: Path) -> None:
+    left, other = tmp_path / f".tidegate-{os.getuid()}-0a1b-77", tmp_path / ".tidegate-999999-0a1b-77"
+    for folder in (left, other):
+        (folder / "snapshots").mkdir(parents=True)
+    JobMemories(tmp_path).finish()
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
 def test_a_kept_process_is_gone_before_its_job_goes_on_elsewhere() -> None:
