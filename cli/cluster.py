@@ -24,7 +24,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from cli import doctor
-from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named
+from cli.cluster_access import NoCluster, agent_pid, cluster_of, keeper_elsewhere, named, refuse_down
 from cli.cluster_queue import paused_text
 from cli.rows import Form, answer_text
 from cli.usage import BadUsage
@@ -60,6 +60,7 @@ MOST_SLOTS = 1024
 RELOAD_TIMEOUT_S = 80.0
 """Below the 90 s after which systemd gives a unit's reload up."""
 _LOG = "see its log"
+_NOTHING_CHANGED = "Nothing has changed, and jobs run on under the release that they have: mend it, and reload again"
 _AFTERWARDS = "once it is started again, jobs go on from their checkpoints"
 
 
@@ -409,46 +410,64 @@ def reload(output_dir: Path, form: Form) -> int:
     folder = ClusterFolder.of(output_dir)
     pid = agent_pid(folder)
     if pid is None:
-        raise NoCluster(f"no cluster is up in {output_dir}")
+        refuse_down(folder)
+        raise NoCluster(f"no agent has the cluster of {output_dir} here")
     if not pid:
         raise NotUp(f"the cluster of {output_dir} is up on another machine: reload it there")
     if (record_of_holder(folder.lock) or {}).get(KEEPS) and (found := _description(folder)):
         _check_program(found, pid, output_dir)
     deadline_s = time.monotonic() + RELOAD_TIMEOUT_S
-    reload_process(pid, deadline_s=deadline_s)
-    text = f"this machine stands by for the cluster of {output_dir} under the program of now"
-    if keeps := bool((record_of_holder(folder.lock) or {}).get(KEEPS)):
-        text = f"the cluster of {output_dir} goes on under the program of now, and so do its jobs"
+    _reload_process(pid, deadline_s=deadline_s)
+    keeps = bool((record_of_holder(folder.lock) or {}).get(KEEPS))
+    if keeps:
         _until_it_answers(folder, pid, deadline_s=deadline_s)
-    print(answer_text({"folder": str(output_dir), "agent": pid, "keeps": keeps}, text, form))
+    found = _description(folder) if keeps else None
+    under = f"release {found.release} of {found.python}" if found else "the release of now"
+    text = f"the cluster of {output_dir} goes on under {under}, and its jobs run on"
+    if not keeps:
+        text = f"this machine stands by for the cluster of {output_dir} under {under}"
+    answer = {"folder": str(output_dir), "agent": pid, "keeps": keeps}
+    print(answer_text(answer | ({"release": found.release, "python": found.python} if found else {}), text, form))
+    return 0
+
+
+def reload_agent(pid: int, form: Form) -> int:
+    """Lets a `tidegate agent` take its program anew. NotUp, NoHandover."""
+    try:
+        fault = asyncio.run(handover.program_fault(handover.program_of(pid)))
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotUp(f"there is no process {pid}") from error
+    except (handover.NoHandover, PermissionError) as error:
+        raise NotUp(str(error)) from error
+    if fault:
+        raise NotUp(f"{fault}. {_NOTHING_CHANGED}")
+    _reload_process(pid, deadline_s=time.monotonic() + RELOAD_TIMEOUT_S)
+    text = f"the agent {pid} goes on under the release of now, and processes of jobs run on"
+    print(answer_text({"agent": pid}, text, form))
     return 0
 
 
 def _check_program(found: ClusterDescription, pid: int, output_dir: Path) -> None:
     """NotUp where the program that the agent would take cannot take its place."""
-    fault = f"the agent {pid} is of an earlier release"
-    if found.handover_form == handover.FORM:
-        fault = asyncio.run(handover.program_fault(found.program))
-    elif found.handover_form:
-        fault = f"the agent {pid} leaves a state of form {found.handover_form}, and this release reads {handover.FORM}"
-    if fault:
+    if found.handover_form != handover.FORM:
+        left = f"leaves a state of form {found.handover_form}, and this release reads {handover.FORM}"
+        how = left if found.handover_form else "is of an earlier release"
         raise NotUp(
-            f"{fault}: jobs cannot run on. End the cluster with {command_in(output_dir, 'down')} and start it, and "
-            "they go on from their checkpoints"
+            f"the agent {pid} {how}: jobs cannot run on. End the cluster with {command_in(output_dir, 'down')} and "
+            "start it, and they go on from their checkpoints"
         )
+    if fault := asyncio.run(handover.program_fault(found.program)):
+        raise NotUp(f"{fault}. {_NOTHING_CHANGED}")
 
 
-def reload_process(pid: int, *, deadline_s: float | None = None) -> None:
+def _reload_process(pid: int, *, deadline_s: float) -> None:
     """Lets an agent take its program anew. NotUp where it has ended, or does not."""
-    deadline_s = deadline_s or time.monotonic() + RELOAD_TIMEOUT_S
     try:
         pidfd = os.pidfd_open(pid)
         try:
             before = handover.number_of(pid)
             if not handover.takes_programs(pid):
-                raise NotUp(
-                    f"process {pid} takes no other program: it is no agent, of an earlier release, or has just begun"
-                )
+                raise NotUp(f"the agent {pid} takes no other program: it is of an earlier release, or has just begun")
             signal.pidfd_send_signal(pidfd, handover.SIGNAL)
             while not (handover.number_of(pid) > before and handover.takes_programs(pid)):
                 if select.select([pidfd], [], [], _LOOK_AGAIN_S)[0]:
@@ -458,7 +477,7 @@ def reload_process(pid: int, *, deadline_s: float | None = None) -> None:
         finally:
             os.close(pidfd)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise NotUp(f"the agent {pid} has ended: {_LOG}; {_AFTERWARDS}") from error
+        raise NotUp(f"the agent {pid} has ended meanwhile: where nobody asked it to, {_LOG}; {_AFTERWARDS}") from error
     except PermissionError as error:
         raise NotUp(f"process {pid} is another user's ({error})") from error
 

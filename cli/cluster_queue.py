@@ -24,7 +24,7 @@ from tidegate.ports.rpc import PeerUnavailable
 from tidegate.short_lists import first_few
 from tidegate.v1 import cluster_pb2
 
-ANSWER_S = 15.0
+ANSWER_S = 30.0
 """The scheduler is started again within a second, and takes 2 s on an idle machine."""
 NEXT_KEEPER_S = SILENT_S + 60.0
 """Another machine takes over, starts its servers, and reads the queue."""

@@ -160,11 +160,8 @@ def _run(args: argparse.Namespace) -> int:
         case "reload":
             if args.form_of_state:
                 print(handover.FORM)
-            elif args.agent is not None:
-                cluster.reload_process(args.agent)
-            else:
-                return cluster.reload(output_dir, form)
-            return 0
+                return 0
+            return cluster.reload(output_dir, form) if args.agent is None else cluster.reload_agent(args.agent, form)
         case "backup":
             return asyncio.run(backup.back_up(args.file, output_dir, form))
         case "restore":
@@ -324,7 +321,7 @@ def _add_cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> No
     up.add_argument("--foreground", action="store_true", help="stay: a container or a unit ends the cluster by SIGTERM")
     reload = command("reload", "Let the cluster take its program anew, such as that of a newer release. Jobs run on.")
     help_ = "not the cluster: the `tidegate agent` of this process"
-    reload.add_argument("--agent", type=int, metavar="PID", help=help_)
+    reload.add_argument("--agent", type=_count, metavar="PID", help=help_)
     reload.add_argument("--form", dest="form_of_state", action="store_true", help=argparse.SUPPRESS)
     command("down", "End the cluster. Its queue stays, and jobs that ran go on after the next `up`.")
     back_up = command(

@@ -64,13 +64,14 @@ from tidegate.gate import Gate
 from tidegate.launcher.claim import write_private
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
+from tidegate.machines import release
 from tidegate.runtime import handover
 from tidegate.runtime.cuda import NoCuda, cuda_devices
 from tidegate.runtime.embedded import EmbeddedServers, FolderInUse, ServerFailed
 from tidegate.runtime.front import MOST_CONNECTIONS, Front
 from tidegate.runtime.handover import NoHandover
 from tidegate.runtime.next_program import NextProgram
-from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor
+from tidegate.runtime.processes import ServiceEnd, ServiceSpec, Supervisor, reap_orphans
 from tidegate.runtime.server_kinds import ServerGuard, ServerPackageMissing
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
@@ -204,7 +205,8 @@ class Agent:
             closing.push_async_callback(self._supervisor.aclose)
             closing.push_async_callback(jobs.aclose)
             fork_server = self._spec(self._fork_server, forkserver_command(self._socket_of(self._fork_server)))
-            self._supervisor.start(replace(fork_server, env=fork_server_env(self._slots.device)))
+            log = folder.logs / f"{FORK_SERVER}.out"
+            self._supervisor.start(replace(fork_server, env=fork_server_env(self._slots.device), log_path=log))
             self._describe(server.endpoint)
             closing.callback(folder.description.unlink, missing_ok=True)
             closing.callback(folder.endpoint.unlink, missing_ok=True)
@@ -269,6 +271,8 @@ class Agent:
             command_port=self._command_port,
             program=self._lock.next_program.program,
             handover_form=handover.FORM,
+            release=release(),
+            python=sys.executable,
         )
         write_private(self._folder.description, description.to_json())
 
@@ -345,10 +349,12 @@ class Agent:
 
     async def _note_end(self, jobs: NodeJobs, ended: ServiceEnd) -> None:
         if ended.name == SCHEDULER or ended.name.startswith(FORK_SERVER):
-            self._log.warning("process ended", name=ended.name, status=ended.exit_status)
+            tells = self._log.info if ended.was_asked else self._log.warning
+            tells("process ended", name=ended.name, status=ended.exit_status)
             if ended.restarts_in_s is None and not ended.was_asked:
                 raise ServerFailed(f"{ended.name} ended with status {ended.exit_status} and stays away")
         await jobs.note_end(ended)
+        reap_orphans(self._supervisor.pids | self._servers.pids | {self._spawner.pid})
 
     async def _take_program(self, jobs: NodeJobs, server: RpcServer) -> None:
         """It returns only where it cannot, or is to end."""

@@ -170,7 +170,8 @@ class ClusterDescription:
     """What the processes of a cluster have to know. `credentials`: the folder of `tidegate.cluster.credentials`.
     `address`: where commands of other machines are answered, with the credential in `node_credentials`; empty: they are
     not. `command_port`: the port there; 0: any. `program`: the words of the `tidegate` that the agent takes anew.
-    `handover_form`: of what it leaves for it; 0: the agent is of an earlier release, and leaves nothing."""
+    `handover_form`: of what it leaves for it; 0: the agent is of an earlier release, and leaves nothing. `release`, and
+    its `python`: what the agent is now."""
 
     slots: Slots
     nats_url: str
@@ -182,6 +183,8 @@ class ClusterDescription:
     command_port: int = 0
     program: tuple[str, ...] = ()
     handover_form: int = 0
+    release: str = ""
+    python: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -194,8 +197,17 @@ class ClusterDescription:
             slots = Slots.of(typed(dict, fields["slots"], "slots"))
             names = ("nats_url", "redis_url", "agent", "credentials", "address", "node_credentials")
             texts = {name: typed(str, fields[name], name) for name in names}
+            own_release, python = (typed(str, fields.get(name, ""), name) for name in ("release", "python"))
             program = tuple(typed(str, word, "program") for word in fields.get("program", []))
             port, form = (typed(int, fields.get(name, 0), name) for name in ("command_port", "handover_form"))
         except KeyError as error:
             raise ValueError(f"a cluster's description has no {error}") from error
-        return cls(slots, **texts, command_port=port, program=program, handover_form=form)
+        return cls(
+            slots,
+            **texts,
+            command_port=port,
+            program=program,
+            handover_form=form,
+            release=own_release,
+            python=python,
+        )

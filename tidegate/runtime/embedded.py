@@ -125,6 +125,10 @@ class EmbeddedServer:
         return self._pidfd
 
     @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
+    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -264,6 +268,11 @@ class EmbeddedServers:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    @property
+    def pids(self) -> set[int]:
+        """Of those that run or have just died."""
+        return {each.pid for each in (self.nats, self.store) if each.is_started}
 
     async def start(self) -> None:
         """FolderInUse, ServerPackageMissing, PortTaken, ServerFailed: then none of them runs."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import reprlib
 import shlex
 import signal
 import sys
@@ -59,21 +60,31 @@ async def program_fault(program: Sequence[str], env: Mapping[str, str] = os.envi
     the answer."""
     try:
         asked = await asyncio.create_subprocess_exec(
-            *program, *ASKS_FORM, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, env=env
+            *program,
+            *ASKS_FORM,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=env,
+            start_new_session=True,
         )
     except OSError as error:
         return f"the program {program[0]} cannot be started: {error.strerror}"
     try:
         said, failed = await asyncio.wait_for(asked.communicate(), _ANSWER_S)
     except TimeoutError:
-        asked.kill()
+        os.killpg(asked.pid, signal.SIGKILL)  # a script may wait for another program, which has its output
         await asked.wait()
         return f"the program {shlex.join(program)} has not begun within {_ANSWER_S:g} s"
     if asked.returncode:
         lines = failed.decode(errors="replace").strip().splitlines() or ["no message"]
         return f"the program {shlex.join(program)} does not start, or is of an earlier release: {lines[-1]}"
     form = said.decode(errors="replace").strip()
-    return "" if form == str(FORM) else f"it leaves a state of form {FORM}, and {shlex.join(program)} reads form {form}"
+    if form != str(FORM):
+        return (
+            f"the program {shlex.join(program)} reads states of form {reprlib.repr(form)}, and this one leaves {FORM}"
+        )
+    return ""
 
 
 async def is_last_call(stopping: asyncio.Event) -> bool:
@@ -149,12 +160,33 @@ def number_of(pid: int) -> int:
     return 0
 
 
+def program_of(pid: int) -> list[str]:
+    """The words of `tidegate` without a command, of a `tidegate agent`. NoHandover: the process is none.
+    FileNotFoundError, ProcessLookupError: there is no such process."""
+    words = _words_of(pid)
+    if "services.node" in words:
+        raise NoHandover(f"process {pid} is the agent of a cluster: leave --agent out")
+    if not _is_agent(words):
+        raise NoHandover(f"process {pid} is no agent")
+    program = words[: words.index("agent")]
+    # A script's first word is the interpreter that its first line names.
+    return program[1:] if len(program) > 1 and os.access(program[1], os.X_OK) else program
+
+
 def takes_programs(pid: int) -> bool:
-    """Whether a process has a handler for `SIGNAL`, which would end another one. FileNotFoundError,
+    """Whether a process is an agent that has a handler for `SIGNAL`, which would end another one. FileNotFoundError,
     ProcessLookupError: there is no such process."""
     masks = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     caught, blocked = (int(masks[name], 16) for name in ("SigCgt", "SigBlk"))
-    return bool(caught & ~blocked & 1 << (SIGNAL - 1))
+    return bool(caught & ~blocked & 1 << (SIGNAL - 1)) and _is_agent(_words_of(pid))
+
+
+def _words_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+
+
+def _is_agent(words: Sequence[str]) -> bool:
+    return "services.node" in words or ("agent" in words and any(word.startswith("--listen") for word in words))
 
 
 def hold() -> None:

@@ -15,6 +15,7 @@ Invariants:
 - A service that leaves with status 0 is not restarted, unless it has to stay (`stays`), nor one that says by
   `ENDS_AGAIN` that it would not help. [test_processes: a_service_that_leaves] [test_processes: that_has_to_stay]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
+- A subreaper keeps no dead process of its dead children. [test_processes: keeps_no_dead_orphan]
 - A launcher that takes a new program (`handover`) watches its services on, as if it had started them.
   [test_handover: the_services_live_on] [test_handover: while_nobody_watched]
 """
@@ -26,8 +27,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -166,6 +168,11 @@ class Supervisor:
         alive = [each for each in self._services.values() if not each.is_over]
         return [Watched(each.spec, each.running_pid) for each in alive]
 
+    @property
+    def pids(self) -> set[int]:
+        """Of the processes that it waits for."""
+        return {each.pid for each in self._services.values() if not each.is_over}
+
     def untold_ends(self) -> list[ServiceEnd]:
         """Those that nobody has asked for. They are told by this call, and not again."""
         return [self._ends.get_nowait() for _ in range(self._ends.qsize())]
@@ -275,6 +282,16 @@ class _Service:
         self._restarts.append(now)
         first_s = self._spec.first_backoff_s
         return min(first_s * _BACKOFF_GROWTH ** min(num_restarts, 16), max(first_s, _MOST_BACKOFF_S))
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Reaps the dead children of this thread that it has not started: those of its dead children come to a subreaper.
+    `known`: the pids of those that it has started, and waits for itself."""
+    for pid in map(int, Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()):
+        with suppress(ChildProcessError, FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "Z" and pid not in known:
+                os.waitpid(pid, os.WNOHANG)
 
 
 def session_members(session: int) -> list[int]:

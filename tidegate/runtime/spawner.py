@@ -37,6 +37,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -113,6 +114,10 @@ class Spawner:
         other.close()
         return cls(own, ChildByPid(pid), frozenset(modules))
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def ready(self) -> None:
         """Returns once it has imported the modules, and at once after that. If it cannot, all services will be new
         programs."""
@@ -165,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
     if (num_threads := _num_threads()) != 1:
         print(f"spawner: {num_threads} threads run after the imports; a fork would lose them", file=sys.stderr)
         return 1
-    _serve(connection, int(launcher))
+    with suppress(ConnectionResetError):  # closed before it was read
+        _serve(connection, int(launcher))
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -335,7 +336,10 @@ def gpu_statuses(records: Mapping[GpuId, GpuRecord]) -> list[control_pb2.GpuStat
 def write_endpoint(path: Path, *, endpoint: str, pid: int, credential: Path, far: str = "") -> None:
     """Write the address of the Control API, and the folder of the credential for it, to a file that only this user can
     read. `far`: its address for other machines."""
-    path.touch(mode=0o600)
-    path.chmod(0o600)
     fields = {"control": endpoint, "pid": pid, "credential": str(credential)} | ({"far": far} if far else {})
-    path.write_text(json.dumps(fields) + "\n")
+    # Whoever reads meanwhile sees the one of before.
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(json.dumps(fields) + "\n")
+    partial.replace(path)

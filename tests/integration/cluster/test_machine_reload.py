@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,8 +73,13 @@ class Agent:
 
     def start(self, code: str, *, kept_s: int = 30) -> None:
         words = [sys.executable, "-c", AGENT, str(self.lab.folder), self.lab.server.endpoint, code, str(kept_s)]
+        self.run(words)
+
+    def run(self, words: list[str]) -> int:
+        """Once it listens, its pid."""
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         self.listens()
+        return self.process.pid
 
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -130,8 +136,6 @@ async def test_a_stand_in_goes_on_with_its_process(agent: Agent) -> None:
         assert agent.process is not None
         assert handover.number_of(agent.process.pid) == number
     assert agent.process is not None
-    assert await asyncio.to_thread(execute, ["reload", "--agent", str(agent.process.pid)]) == 0
-    agent.listens()
     stand_in.terminate()
     assert await stand_in.wait() == 7
     assert len(before) == 1
@@ -254,17 +258,43 @@ async def test_another_process_in_its_place_waits_for_no_caller(agent: Agent) ->
     assert time.monotonic() - began_s < machine.KEPT_S
 
 
-def test_what_takes_no_other_program_is_not_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
-    sleeps = subprocess.Popen(["/bin/sleep", "1000"])
+def test_what_is_no_agent_is_not_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it has a handler for the signal."""
+    handles = f"import signal, time; signal.signal({int(handover.SIGNAL)}, print)"
+    code = f"{handles}; print('ready', flush=True); time.sleep(1000)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
-        assert execute(["reload", "--agent", str(sleeps.pid)]) == 1
-        assert f"process {sleeps.pid} takes no other program: it is no agent" in capsys.readouterr().err
-        assert sleeps.poll() is None
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert execute(["reload", "--agent", str(other.pid)]) == 1
+        assert f"process {other.pid} is no agent" in capsys.readouterr().err
+        assert not handover.takes_programs(other.pid)
+        assert other.poll() is None
     finally:
-        sleeps.kill()
-        sleeps.wait()
-    assert execute(["reload", "--agent", str(sleeps.pid)]) == 1
-    assert f"the agent {sleeps.pid} has ended" in capsys.readouterr().err
+        other.kill()
+        other.communicate()
+    assert execute(["reload", "--agent", str(other.pid)]) == 1
+    assert f"there is no process {other.pid}" in capsys.readouterr().err
+    assert execute(["reload", "--agent", "0"]) == 1
+
+
+async def test_an_agent_is_reloaded_by_its_pid_and_not_where_its_program_is_broken(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = agent.lab
+    program = lab.folder / "tidegate"
+    shutil.copy(Path(sys.executable).with_name("tidegate"), program)
+    places = ("--credentials", str(lab.folder / "node"), "--host-memory-root", str(lab.folder / "memory"))
+    pid = agent.run([str(program), "agent", "--listen", lab.server.endpoint, *places])
+    own = ["reload", "--agent", str(pid)]
+    assert await asyncio.to_thread(execute, own) == 0
+    assert f"the agent {pid} goes on under the release of now" in capsys.readouterr().out
+    agent.listens()
+    program.write_text("#!/bin/sh\necho boom >&2; exit 1\n")
+    assert await asyncio.to_thread(execute, own) == 1
+    assert "is of an earlier release: boom. Nothing has changed, and jobs run on" in capsys.readouterr().err
+    assert handover.number_of(pid) == 1
+    assert handover.takes_programs(pid)
 
 
 async def test_a_process_that_was_not_kept_is_refused(agent: Agent) -> None:

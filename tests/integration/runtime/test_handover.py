@@ -174,8 +174,9 @@ def test_a_service_that_waits_for_its_restart_is_started() -> None:
         (("/none/tidegate",), "the program /none/tidegate cannot be started: No such file or directory"),
         (("/bin/sh", "-c", "echo no >&2; exit 1"), "does not start, or is of an earlier release: no"),
         (("/bin/sh", "-c", "exit 1"), "does not start, or is of an earlier release: no message"),
-        (("/bin/sh", "-c", "echo 99"), f"it leaves a state of form {handover.FORM}, and .* reads form 99"),
+        (("/bin/sh", "-c", "echo 99"), f"reads states of form '99', and this one leaves {handover.FORM}"),
         (("/bin/sh", "-c", "exec sleep 1000"), "has not begun within 0.5 s"),
+        (("/bin/sh", "-c", "sleep 1000; true"), "has not begun within 0.5 s"),
     ],
 )
 async def test_a_program_that_does_not_start_or_is_of_another_form_is_told(

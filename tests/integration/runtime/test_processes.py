@@ -170,3 +170,23 @@ def test_services_die_with_their_launcher(tmp_path: Path) -> None:
     launcher.communicate()
     assert select.select([pidfd], [], [], WAIT_S)[0]
     os.close(pidfd)
+
+
+def test_a_subreaper_keeps_no_dead_orphan() -> None:
+    program = """
+import os, subprocess, sys, time
+from tidegate.runtime.processes import reap_orphans
+from tidegate.runtime.spawner import _become_subreaper
+
+_become_subreaper()
+own = subprocess.Popen(["/bin/true"])
+parent = subprocess.Popen(["/bin/sh", "-c", "/bin/true & echo $!; kill -9 $$"], stdout=subprocess.PIPE, text=True)
+orphan = int(parent.stdout.readline())
+parent.wait()
+while any(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z" for pid in (orphan, own.pid)):
+    time.sleep(0.01)
+reap_orphans({own.pid})
+print(os.path.exists(f"/proc/{orphan}"), own.wait())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert done.stdout == "False 0\n"
