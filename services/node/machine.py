@@ -233,8 +233,7 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
 
     async def RunProcess(self, requests: Requests, context: Any) -> AsyncIterator[machine_pb2.RunProcessResponse]:
         start = await _first(requests)
-        if self._leaving.is_set():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the agent takes its program anew: call again")
+        await self._refuse_while_leaving(context)
         if start.kept_pid:
             process = self._kept(start)
         else:
@@ -250,6 +249,8 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
                 yield machine_pb2.RunProcessResponse(beat=machine_pb2.Beat())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._gone.wait(), BEAT_S)
+            # Nothing is awaited from here to the start: the next program would not know of it.
+            await self._refuse_while_leaving(context)
             process = await self._started(memory, files, spec)
         self._called.add(process)
         try:
@@ -262,6 +263,11 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             else:
                 self._called.discard(process)
                 await asyncio.shield(self._end(process))
+
+    async def _refuse_while_leaving(self, context: Any) -> None:
+        """The caller calls the next program then."""
+        if self._leaving.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the agent takes its program anew: call again")
 
     async def _started(self, memory: Path, files: Mapping[str, bytes], spec: ServiceSpec) -> _Process:
         place = (memory, spec.name)
