@@ -102,7 +102,7 @@ def started(tmp_path: Path, script: str, *meanwhile: str) -> Iterator[Process]:
 
 
 def test_the_services_live_on_and_the_servers_live_on_with_them(tmp_path: Path) -> None:
-    with started(tmp_path, "sleep 1000") as process:
+    with started(tmp_path, "exec sleep 1000") as process:
         before = process.numbers()
         process.go_on()
         assert process.said() == "no program"
@@ -123,7 +123,7 @@ def test_an_end_while_nobody_watched_is_told(tmp_path: Path) -> None:
 
 
 def test_services_die_with_it_as_before(tmp_path: Path) -> None:
-    with started(tmp_path, "sleep 1000") as process:
+    with started(tmp_path, "exec sleep 1000") as process:
         process.numbers()
         process.go_on()
         assert process.said() == "no program"
@@ -134,7 +134,7 @@ def test_services_die_with_it_as_before(tmp_path: Path) -> None:
 
 
 def test_a_stop_meanwhile_is_carried_out_afterwards(tmp_path: Path) -> None:
-    with started(tmp_path, "sleep 1000", "holds") as process:
+    with started(tmp_path, "exec sleep 1000", "holds") as process:
         process.numbers()
         process.go_on()
         assert process.said() == "no program"
