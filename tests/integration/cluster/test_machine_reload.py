@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -165,7 +164,7 @@ async def test_a_process_that_nobody_asks_for_ends(agent: Agent) -> None:
 
 
 async def test_a_process_dies_with_an_agent_that_has_another_program(agent: Agent) -> None:
-    agent.start(WAITS, kept_s=2)
+    agent.start(WAITS, kept_s=20)
     stand_in = await agent.lab.stand_in(agent.lab.config())
     await until(lambda: len(agent.programs()) == 1)
     (program,) = agent.programs()
@@ -246,16 +245,14 @@ async def test_a_stop_while_it_tells_its_callers_ends_them_in_order(agent: Agent
 
 
 async def test_another_process_in_its_place_waits_for_no_caller(agent: Agent) -> None:
-    agent.start(WAITS)
+    agent.start(WAITS, kept_s=1000)
     config = agent.lab.config()
     stand_in = await agent.lab.stand_in(config)
     await until(lambda: len(agent.programs()) == 1)
     (program,) = agent.programs()
     await asyncio.to_thread(agent.reload, {stand_in.pid: signal.SIGKILL})
-    began_s = time.monotonic()
     await agent.lab.started(agent.lab.hosted(config))
     await until(lambda: not program.is_running() and len(agent.programs()) == 1)
-    assert time.monotonic() - began_s < machine.KEPT_S
 
 
 def test_what_is_no_agent_is_not_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
