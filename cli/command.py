@@ -29,6 +29,7 @@ from cli import (
     manual_arguments,
     manual_moves,
     nodes,
+    reloading,
     scaling,
 )
 from cli.completion import bash_script
@@ -161,7 +162,9 @@ def _run(args: argparse.Namespace) -> int:
             if args.form_of_state:
                 print(handover.FORM)
                 return 0
-            return cluster.reload(output_dir, form) if args.agent is None else cluster.reload_agent(args.agent, form)
+            return (
+                reloading.reload(output_dir, form) if args.agent is None else reloading.reload_agent(args.agent, form)
+            )
         case "backup":
             return asyncio.run(backup.back_up(args.file, output_dir, form))
         case "restore":

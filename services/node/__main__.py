@@ -125,7 +125,7 @@ class Agent:
         self._far_urls: dict[str, str] = {}
         """The keys of NATS and Redis in a job's config, with their URLs as other machines reach them."""
         self._fork_servers: dict[JobId, str] = dict(before.fork_servers if before else {})
-        """Of the jobs that the servers let in: the service that forks their workers."""
+        """By job that the servers let in: the service that forks its workers."""
         self._fronts: list[Front] = []
         self._renewal = asyncio.Event()
         self._log = structlog.get_logger(SOURCE)

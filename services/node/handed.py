@@ -21,7 +21,7 @@ from tidegate.types import JobId
 
 @dataclass(frozen=True, slots=True)
 class ClusterLeft:
-    """Of an agent that keeps a cluster. `term`: whose turn it is, where several machines may keep it. `listeners`: of
+    """What the agent of a cluster leaves. `term`: whose turn it is, where several machines may keep it. `listeners`: of
     the fronts of NATS and Redis, if there are any. `ends`: those that nobody has noted. `fork_servers`: by job, the
     service that forks its workers. `devices`: those of this machine, once they are found."""
 

@@ -73,7 +73,7 @@ class JobMemories:
 
     @asynccontextmanager
     async def of_kept(self, folder: Path) -> AsyncIterator[None]:
-        """Of a process whose folder is there."""
+        """As `of_job`, for a process whose folder is there."""
         self._users[folder] += 1
         try:
             yield

@@ -67,7 +67,7 @@ class Start:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Start:
-        """Of what `to_json` made."""
+        """Reads what `to_json` made."""
         end = None if fields["end"] is None else End(fields["end"])
         return cls(**{**fields, "folder": JobFolder(Path(fields["folder"])), "end": end})
 

@@ -36,7 +36,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ import grpc
 import structlog
 
 from services.node.job_memories import JobMemories
+from services.node.machine_left import Kept, MachineLeft
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CertsError
@@ -60,7 +60,7 @@ from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.inventory import this_machine
 from tidegate.runtime.next_program import NO_PROGRAM, NextProgram
-from tidegate.runtime.processes import ServiceEnd, ServiceSpec, StartChild, Supervisor, Watched
+from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
 from tidegate.types import NodeId, Role, job_id
@@ -74,56 +74,6 @@ machine. With the time in which it ends it is gone before its job goes on elsewh
 _TOLD_S = 5.0
 """The time to tell all callers. One that is not told takes its process for gone."""
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A process for the next program: its place is the job's folder in host memory and a name."""
-
-    memory: Path
-    service: Watched | None
-    ends: tuple[ServiceEnd, ...]
-    """Where it has ended, and nobody was told."""
-    name: str
-    pid: int
-
-    def to_json(self) -> dict[str, Any]:
-        service = None if self.service is None else self.service.to_json()
-        return {**asdict(self), "memory": str(self.memory), "service": service}
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Kept:
-        service = None if fields["service"] is None else Watched.of(fields["service"])
-        ends = tuple(ServiceEnd(**each) for each in fields["ends"])
-        return cls(**{**fields, "memory": Path(fields["memory"]), "service": service, "ends": ends})
-
-
-@dataclass(frozen=True, slots=True)
-class MachineLeft:
-    """What an agent leaves for its next program: processes, until when they are kept (by the monotonic clock), the
-    credentials that they have (as `JobMemories` has them), and the devices that it lends."""
-
-    processes: tuple[Kept, ...] = ()
-    kept_until_s: float = 0.0
-    credentials: Mapping[Path, str] = field(default_factory=dict)
-    devices: tuple[CudaDevice, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "processes": [each.to_json() for each in self.processes],
-            "kept_until_s": self.kept_until_s,
-            "credentials": {str(folder): digest for folder, digest in self.credentials.items()},
-            "devices": [asdict(each) for each in self.devices],
-        }
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> MachineLeft:
-        return cls(
-            tuple(map(Kept.of, fields["processes"])),
-            fields["kept_until_s"],
-            {Path(folder): digest for folder, digest in fields["credentials"].items()},
-            tuple(CudaDevice(**each) for each in fields["devices"]),
-        )
 
 
 class _Process:

@@ -271,7 +271,7 @@ class EmbeddedServers:
 
     @property
     def pids(self) -> set[int]:
-        """Of those that run or have just died."""
+        """The servers that run or have just died."""
         return {each.pid for each in (self.nats, self.store) if each.is_started}
 
     async def start(self) -> None:

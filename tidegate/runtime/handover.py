@@ -28,13 +28,14 @@ import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tidegate.json_text import parse_json, typed
 
 FORM = 1
-"""Of the state. A program takes the place of one whose form it knows."""
+"""Names the shape of the state. A program takes the place of one whose form it knows."""
 SIGNAL = signal.SIGUSR2
 """Asks an agent to take its program anew."""
 VARIABLE = "TIDEGATE_HANDED_OVER"
@@ -73,7 +74,8 @@ async def program_fault(program: Sequence[str], env: Mapping[str, str] = os.envi
     try:
         said, failed = await asyncio.wait_for(asked.communicate(), _ANSWER_S)
     except TimeoutError:
-        os.killpg(asked.pid, signal.SIGKILL)  # a script may wait for another program, which has its output
+        with suppress(ProcessLookupError):
+            os.killpg(asked.pid, signal.SIGKILL)  # a script may wait for another program, which has its output
         await asked.wait()
         return f"the program {shlex.join(program)} has not begun within {_ANSWER_S:g} s"
     if asked.returncode:

@@ -24,7 +24,7 @@ class NextProgram:
 
     @classmethod
     def of(cls, text: str) -> NextProgram:
-        """Of what `to_json` made."""
+        """Reads what `to_json` made."""
         fields = json.loads(text)
         return cls(tuple(fields["program"]), tuple(fields["words"]), fields["environment"])
 

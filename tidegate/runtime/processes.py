@@ -124,7 +124,7 @@ class Watched:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Watched:
-        """Of what `to_json` made, under this form of handovers."""
+        """Reads what `to_json` made, under this form of handovers."""
         told = dict(fields)
         pid, log, command = told.pop("pid"), Path(told.pop("log_path")), tuple(told.pop("command"))
         return cls(ServiceSpec(log_path=log, command=command, **told), pid)
@@ -170,7 +170,7 @@ class Supervisor:
 
     @property
     def pids(self) -> set[int]:
-        """Of the processes that it waits for."""
+        """The processes that it waits for."""
         return {each.pid for each in self._services.values() if not each.is_over}
 
     def untold_ends(self) -> list[ServiceEnd]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from services.node.job_memories import MARK
-from services.node.machine import MachineLeft, MachineServicer
+from services.node.machine import MachineServicer
+from services.node.machine_left import MachineLeft
 from tests.unit.cli.configs import small
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import RpcServer, Service, serve

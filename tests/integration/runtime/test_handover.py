@@ -79,7 +79,7 @@ class Process:
         return self.popen.stdout.readline().strip()
 
     def numbers(self) -> list[int]:
-        """Of the process, its service, NATS, Redis, and NATS's port."""
+        """The pids of the process, its service, NATS, Redis, and NATS's port."""
         found: list[int] = json.loads(self.said())
         return found
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.node.handed import ClusterLeft, Left
 from services.node.jobs import Start
-from services.node.machine import Kept, MachineLeft
+from services.node.machine_left import Kept, MachineLeft
 from tidegate.cluster.keepers import Term
 from tidegate.job import JobFolder
 from tidegate.launcher.outcome import End
