@@ -180,9 +180,12 @@ from tidegate.runtime.spawner import _become_subreaper
 
 _become_subreaper()
 own = subprocess.Popen(["/bin/true"])
-parent = subprocess.Popen(["/bin/sh", "-c", "/bin/true & echo $!; kill -9 $$"], stdout=subprocess.PIPE, text=True)
+# The orphan ends where its input does: a shell that still lived might reap it.
+shell = "exec 3<&0; /bin/cat <&3 & echo $!; kill -9 $$"
+parent = subprocess.Popen(["/bin/sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 orphan = int(parent.stdout.readline())
 parent.wait()
+parent.stdin.close()
 while any(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z" for pid in (orphan, own.pid)):
     time.sleep(0.01)
 reap_orphans({own.pid})
