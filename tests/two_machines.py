@@ -47,12 +47,22 @@ class Lab:
     folder: Path
     keeper: subprocess.Popen[bytes]
     """Keeps the mounts of the second machine, whose /dev/shm and gates outlive its agents."""
+    command: tuple[str, ...] = (sys.executable, "-m", "cli")
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start_agent(self) -> None:
         """On the second machine. It returns once the agent listens."""
-        agent = (sys.executable, "-m", "cli", "agent", "--listen", f"{THERE}:{AGENT_PORT}")
-        words = " ".join((*agent, "--credentials", str(self.folder / "node"), "--log", str(self.folder / "helper.log")))
+        agent = ("agent", "--listen", f"{THERE}:{AGENT_PORT}")
+        words = " ".join(
+            (
+                *self.command,
+                *agent,
+                "--credentials",
+                str(self.folder / "node"),
+                "--log",
+                str(self.folder / "helper.log"),
+            )
+        )
         started = subprocess.Popen(
             [
                 "nsenter",
@@ -91,10 +101,13 @@ class Lab:
 
     def tidegate(self, *words: str) -> Any:
         """What a command of the first machine answers, as JSON."""
-        command = [sys.executable, "-m", "cli", *words, "--output-dir", str(self.jobs), "-o", "json"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return parse_json(self.typed(*words, "--output-dir", str(self.jobs), "-o", "json"))
+
+    def typed(self, *words: str) -> str:
+        """What a command of the first machine prints."""
+        done = subprocess.run([*self.command, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{words} ended with {done.returncode}: {done.stderr}"
-        return parse_json(done.stdout)
+        return done.stdout
 
     @contextmanager
     def cluster(self, *nodes: str) -> Iterator[psutil.Process]:
@@ -141,8 +154,8 @@ def linked() -> Iterator[None]:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[Lab]:
-    """Servers here, an agent there."""
+def two_machines(folder: Path, *command: str) -> Iterator[Lab]:
+    """Servers here, an agent there. `command`: that of an installed Tidegate; else this source tree's."""
     authority = Authority.create(folder / "ca", "lab")
     authority.issue(Identity("lab", Party.NODE, "b"), folder / "node")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), folder / "operator")
@@ -153,6 +166,7 @@ def two_machines(folder: Path) -> Iterator[Lab]:
     redis += ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(stores)]
     servers = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in (nats, redis)]
     found = Lab(folder, _mounted(folder / "gates"))
+    found.command = command or found.command
     try:
         found.start_agent()
         yield found

@@ -107,7 +107,9 @@ def assert_nothing_is_left(slurm: Slurm, *, but: str = "none") -> None:
     """`but`: names in host memory that do not count."""
     for machine in slurm.machines.values():
         files = f"ls -d /dev/shm/{{,.}}*tidegate* /tmp/tidegate* 2>/dev/null | grep -v '{but}'"
-        assert machine.said(f"{files} || true; pgrep -u {USER} || true") == ""
+        # Slurm waits for the processes of its steps alone. Others, which the kernel has killed, take a moment to go.
+        gone = f"for _ in $(seq 200); do pgrep -u {USER} > /dev/null || break; sleep 0.1; done"
+        assert machine.said(f"{gone}; {files} || true; ps -u {USER} -o pid,stat,args --no-headers || true") == ""
 
 
 @pytest.mark.parametrize(

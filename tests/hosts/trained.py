@@ -9,12 +9,14 @@ from tests.e2e.lineage import expected_draws, trained_draws
 from tidegate.json_text import parse_json
 
 ITERATIONS = 12
-DRAWS = expected_draws(iterations=ITERATIONS, prompts=8, group_size=4)
 
 
-def assert_all_was_trained_once(folder: Path, summary: dict[str, Any], want_checksum: str) -> None:
-    assert trained_draws(folder / "journal.jsonl") == DRAWS
-    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
+def assert_all_was_trained_once(
+    folder: Path, summary: dict[str, Any], want_checksum: str, *, iterations: int = ITERATIONS
+) -> None:
+    draws = expected_draws(iterations=iterations, prompts=8, group_size=4)
+    assert trained_draws(folder / "journal.jsonl") == draws
+    assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, draws.total())
     assert summary["weights_checksum"] == want_checksum
 
 
