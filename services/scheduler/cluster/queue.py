@@ -176,7 +176,7 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
 
 def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, treatment: Treatment) -> Submission:
     if each.is_cancelled:
-        return _cancelled(each, why)
+        return _cancelled(each, "cancelled while it ran")
     if interruptions >= MAX_INTERRUPTIONS:
         over = f"{why}; not started again after {interruptions} interruptions: go on with it by {each.command} --resume"
         return _ended(each, End.INTERRUPTED, over)

@@ -128,7 +128,7 @@ def test_a_checkpoint_counts_whatever_ended_the_start_that_made_it() -> None:
 def test_a_cancelled_job_whose_launcher_died_has_the_persons_reason() -> None:
     alive = replace(running("a"), is_cancelled=True, reason="too dear")
     found = after([alive], cluster(a=Ran(1, End.INTERRUPTED, "its launcher was killed")))["a"]
-    assert (found.end, found.message) == ("cancelled", "its launcher was killed: too dear")
+    assert (found.end, found.message) == ("cancelled", "cancelled while it ran: too dear")
 
 
 def test_a_clock_that_was_set_holds_nobody_up() -> None:
