@@ -50,7 +50,7 @@ def reload(output_dir: Path, form: Form) -> int:
     if keeps:
         _until_it_answers(folder, pid, deadline_s=deadline_s)
     found = _description(folder) if keeps else None
-    under = f"release {found.release} of {found.python}" if found else "the release of now"
+    under = f"release {found.release} of {found.python}" if found else "the program that its command names now"
     text = f"the cluster of {output_dir} goes on under {under}, and its jobs run on"
     if not keeps:
         text = f"this machine stands by for the cluster of {output_dir} under {under}"
@@ -62,7 +62,8 @@ def reload(output_dir: Path, form: Form) -> int:
 def reload_agent(pid: int, form: Form) -> int:
     """Lets a `tidegate agent` take its program anew. NotUp, NoHandover."""
     try:
-        fault = asyncio.run(handover.program_fault(handover.program_of(pid)))
+        program = handover.program_of(pid)
+        fault = asyncio.run(handover.program_fault(program))
     except (FileNotFoundError, ProcessLookupError) as error:
         raise NotUp(f"there is no process {pid}") from error
     except (handover.NoHandover, PermissionError) as error:
@@ -70,7 +71,7 @@ def reload_agent(pid: int, form: Form) -> int:
     if fault:
         raise NotUp(f"{fault}. {_NOTHING_CHANGED}")
     _reload_process(pid, deadline_s=time.monotonic() + RELOAD_TIMEOUT_S)
-    text = f"the agent {pid} goes on under the release of now, and processes of jobs run on"
+    text = f"the agent {pid} goes on with what {' '.join(program)} is now, and processes of jobs run on"
     print(answer_text({"agent": pid}, text, form))
     return 0
 

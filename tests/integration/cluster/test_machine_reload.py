@@ -285,7 +285,7 @@ async def test_an_agent_is_reloaded_by_its_pid_and_not_where_its_program_is_brok
     pid = agent.run([str(program), "agent", "--listen", lab.server.endpoint, *places])
     own = ["reload", "--agent", str(pid)]
     assert await asyncio.to_thread(execute, own) == 0
-    assert f"the agent {pid} goes on under the release of now" in capsys.readouterr().out
+    assert f"the agent {pid} goes on with what {program} is now" in capsys.readouterr().out
     agent.listens()
     program.write_text("#!/bin/sh\necho boom >&2; exit 1\n")
     assert await asyncio.to_thread(execute, own) == 1
