@@ -226,6 +226,11 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
     folder, slots = ClusterFolder.of(output_dir), Slots(nodes, args.device, args.slots_per_gpu)
     machines, own_name = machines_of(args, machine_by_node)
     takes_place = handover.is_handed_over()
+    if not takes_place and (machines.far or args.standby) and Path(machines.gate_root).is_relative_to(output_dir):
+        raise BadUsage(
+            f"--gate-root {machines.gate_root} is in --output-dir {output_dir}, which the machines share: gates are on "
+            "a disk of each machine, so name another folder"
+        )
     if (pid := agent_pid(folder)) is not None and not takes_place:
         where = f"agent {pid}" if pid else "on another machine"
         raise NotUp(

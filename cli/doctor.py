@@ -24,8 +24,12 @@ from pathlib import Path
 
 import psutil
 
+from tidegate.cluster.machines import Machines
 from tidegate.config.base import OUTPUT_DIR
+from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.job import RuntimeSection
+from tidegate.json_text import parse_json
+from tidegate.runtime import handover
 from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
 from tidegate.types import Role
@@ -39,6 +43,7 @@ _LEAST_CORES = 2
 _LEAST_GPUS = len(Role)
 """Each component of a job has a slot or more."""
 _VERSION_TIMEOUT_S = 10.0
+_MODULES = ("services.", "tidegate.")
 
 
 class Health(StrEnum):
@@ -77,23 +82,40 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
 
 
 def listeners() -> Finding:
-    """Checks that no process of Tidegate, of this user, listens beyond loopback."""
-    num_found, beyond, servers = 0, set(), set()
+    """Checks that no process of Tidegate, of this user, listens beyond loopback, and beyond the addresses that those
+    processes were told to listen at."""
+    num_found, told, beyond, servers = 0, set[str](), set(), set()
     for kind in (NATS, VALKEY):
         with suppress(ServerPackageMissing):
             servers.add(str(packaged_binary(kind)))
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real != os.getuid() or not _is_ours(process.cmdline(), servers):
+            if process.uids().real != os.getuid() or not _is_ours(command := process.cmdline(), servers):
                 continue
             num_found += 1
+            told |= _addresses_in(command)
             open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-            beyond |= {f"{at.ip}:{at.port} (pid {process.pid})" for at in open_at if not _is_loopback(at.ip)}
-    if beyond:
+            beyond |= {(at.ip, at.port, process.pid) for at in open_at if not _is_loopback(at.ip)}
+    elsewhere = [f"{ip}:{port} (pid {pid})" for ip, port, pid in sorted(beyond) if ip not in told]
+    if elsewhere:
         remedy = "end these processes, or keep the network to those whom you trust: see docs/security.md"
-        return Finding("listeners", Health.WARN, f"beyond loopback: {', '.join(sorted(beyond))}", remedy)
-    found = f"{num_found} processes of Tidegate, all on loopback" if num_found else "no process of Tidegate runs"
+        return Finding("listeners", Health.WARN, f"beyond loopback: {', '.join(elsewhere)}", remedy)
+    where = ", ".join(sorted({ip for ip, _, _ in beyond}))
+    where = f"on loopback and on {where}, as they were told" if where else "all on loopback"
+    found = f"{num_found} processes of Tidegate, {where}" if num_found else "no process of Tidegate runs"
     return Finding("listeners", Health.OK, found)
+
+
+def _addresses_in(command: Sequence[str]) -> set[str]:
+    """The addresses at which a command line tells its process to listen, itself or by its config."""
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    given = dict(zip(words, [*words[1:], ""], strict=True))
+    found = {given.get("--listen", "").rpartition(":")[0]}
+    with suppress(OSError, ValueError, LookupError):
+        found.add(Machines.of(parse_json(given.get("--machines", "{}"))).address)
+    with suppress(OSError, ValueError):
+        found |= {*JobConfig.read(Path(given.get("--config", ""))).cluster.addresses.values()}
+    return found - {"", "0.0.0.0"}
 
 
 def _is_loopback(address: str) -> bool:
@@ -103,11 +125,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_ours(command: Sequence[str], servers: Collection[str]) -> bool:
-    """Whether it is the command line of a service, a worker or an embedded server. `servers`: their programs."""
+    """Whether it is that of a service, an agent, a worker or an embedded server. `servers`: their programs."""
     first, *words = command or ("",)
     if first.startswith("tidegate: "):
         return True
-    return first in servers or any(word.startswith(("services.", "tidegate.")) for word in words)
+    return first in servers or handover.is_agent(words) or any(word.startswith(_MODULES) for word in words)
 
 
 def gpus(devices: Sequence[CudaDevice]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from tests.e2e.jobs import small_job
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once, summary_of
 from tests.two_machines import THERE, Lab, link_down, services_there
+from tidegate.certs.authority import REVOKED, Authority
+from tidegate.certs.identity import Party
 from tidegate.json_text import parse_json
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
@@ -90,3 +93,22 @@ def test_a_job_whose_machine_is_away_goes_on_on_another_one(lab: Lab, want_check
                 assert_trained(lab, name, want_checksum)
         assert [*placements(lab, "moved")] == ["n1", "n0"]
         until(lab, "nodes", "n1", state="ready", free=8)
+
+
+def test_credentials_are_renewed_and_the_earlier_ones_revoked_while_a_job_runs(lab: Lab, want_checksum: str) -> None:
+    authority = Authority.load(lab.folder / "ca")
+    folders = {Party.NODE: lab.folder / "node", Party.OPERATOR: lab.folder / "operator"}
+    with lab.cluster("n0=4", "n1=4@b"):
+        submit(lab, "renewed")
+        until_saved(lab, "renewed")
+        earlier = authority.issued()
+        assert {each.identity.party for each in earlier} == {*folders}
+        for each in earlier:
+            authority.issue(each.identity, folders[each.identity.party])
+        authority.revoke(*(each.serial for each in earlier))
+        for folder in folders.values():
+            shutil.copy(lab.folder / "ca" / REVOKED, folder)
+        assert_trained(lab, "renewed", want_checksum)
+        assert [*placements(lab, "renewed")] == ["n0+n1"], "it was not interrupted"
+        submit(lab, "next")
+        assert_trained(lab, "next", want_checksum)

@@ -5,6 +5,7 @@ A worker gets one request at a time. A worker that did not finish an answer neve
 Invariants:
 - The worker dies with its parent, whatever ends the parent. [test_pool: dies_with_its_parent]
 - Processes that its functions started in its process group die with it. [test_pool: child_processes_of_a_function_die]
+- Its environment has no credential of Tidegate or W&B. [test_pool: no_credential_in_its_environment]
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
 
 _READ_BYTES = 1 << 16
+_NOT_PASSED_ON = ("TIDEGATE_", "WANDB_")
+"""How names of variables begin that a function does not get: they are, or lead to, what lets somebody in."""
 _STDERR = 2
 
 
@@ -70,7 +73,7 @@ class RewardWorker:
                 # Send a function's output to the log, not to the standard output of a command.
                 stdout=_STDERR,
                 # Fix the hash seed: sets of texts then have the same order in every process and run.
-                env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"},
+                env={**_environment(), "PYTHONPATH": _python_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"},
                 process_group=0,
             )
         self.signatures: tuple[Signature, ...] = ()
@@ -154,6 +157,10 @@ class RewardWorker:
         if ended.si_code == os.CLD_EXITED:
             return f"ended the process with status {ended.si_status}"
         return f"died of {signal.Signals(ended.si_status).name}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
 
 
 def _python_path() -> str:

@@ -168,7 +168,7 @@ def program_of(pid: int) -> list[str]:
     words = _words_of(pid)
     if "services.node" in words:
         raise NoHandover(f"process {pid} is the agent of a cluster: leave --agent out")
-    if not _is_agent(words):
+    if not is_agent(words):
         raise NoHandover(f"process {pid} is no agent")
     program = words[: words.index("agent")]
     # A script's first word is the interpreter that its first line names.
@@ -180,14 +180,14 @@ def takes_programs(pid: int) -> bool:
     ProcessLookupError: there is no such process."""
     masks = dict(line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     caught, blocked = (int(masks[name], 16) for name in ("SigCgt", "SigBlk"))
-    return bool(caught & ~blocked & 1 << (SIGNAL - 1)) and _is_agent(_words_of(pid))
+    return bool(caught & ~blocked & 1 << (SIGNAL - 1)) and is_agent(_words_of(pid))
 
 
 def _words_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
-def _is_agent(words: Sequence[str]) -> bool:
+def is_agent(words: Sequence[str]) -> bool:
     return "services.node" in words or ("agent" in words and any(word.startswith("--listen") for word in words))
 
 

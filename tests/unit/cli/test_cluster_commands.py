@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 from cli.command import execute
+from tests.e2e.clusters import own_address
 from tests.unit.cli.configs import small
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
 
 
 @pytest.mark.parametrize(
@@ -56,3 +59,18 @@ def test_what_cannot_be_done_is_told(
     far = f"--address 127.0.0.1 --machine-credentials {tmp_path} --gate-root {tmp_path}"
     assert execute([*words.format(config=config, jobs=jobs, far=far).split(), "--output-dir", str(jobs)]) == code
     assert told.format(jobs=jobs) in capsys.readouterr().err
+
+
+def test_gates_of_several_machines_lie_outside_the_folder_that_they_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
+    gates, jobs = tmp_path / "jobs" / "gates", tmp_path / "jobs"
+    words = ["up", "n1=8@b", "--machine", "b=192.0.2.8:1", "--address", own_address(), "--gate-root", str(gates)]
+    words += ["--machine-credentials", str(tmp_path / "operator"), "--output-dir", str(jobs)]
+    assert execute(words) == 2
+    told = (
+        f"--gate-root {gates} is in --output-dir {jobs}, which the machines share: gates are on a disk of each machine"
+    )
+    assert told in capsys.readouterr().err
+    assert not jobs.exists()

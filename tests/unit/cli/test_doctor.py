@@ -5,6 +5,7 @@ A folder that does not exist yet is on the disk of its nearest existing parent.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from cli.__main__ import main
-from cli.doctor import Health, disk, examine, listeners
+from cli.doctor import Finding, Health, disk, examine, listeners
+from tests.e2e.clusters import own_address
 from tests.unit.cli.configs import small, small_config, small_file
+from tidegate.cluster.machines import Machines
 from tidegate.config.files import load_config
 from tidegate.runtime.cuda import cuda_fault
 
@@ -40,6 +43,21 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
 
 
+def found_of(host: str, *command: str) -> Finding:
+    """What the doctor finds while a process with this command line listens there."""
+    family = "AF_INET6" if ":" in host else "AF_INET"
+    socket = f"s = socket.socket(socket.{family}); s.bind((sys.argv[1], 0)); s.listen()"
+    listens = f"import socket, sys; {socket}; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", listens, host, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = listeners()
+        process.communicate()
+    return found
+
+
 @pytest.mark.parametrize(
     ("host", "health", "words"),
     [
@@ -49,17 +67,32 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_process_of_tidegate_that_listens_beyond_loopback_is_found(host: str, health: Health, words: str) -> None:
-    family = "AF_INET6" if ":" in host else "AF_INET"
-    socket = f"s = socket.socket(socket.{family}); s.bind((sys.argv[1], 0)); s.listen()"
-    listens = f"import socket, sys; {socket}; print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", listens, host, "services.of-a-test"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        found = listeners()
-        process.communicate()
+    found = found_of(host, "services.of-a-test")
     assert found.health is health
     assert words in found.found
+
+
+def test_a_process_may_listen_where_it_was_told_to_and_nowhere_else(tmp_path: Path) -> None:
+    address = own_address()
+    config = tmp_path / "config.json"
+    cluster = {**small(tmp_path)["cluster"], "addresses": {"n0": address}}
+    told = small_config(tmp_path, cluster=cluster)
+    config.write_text(told.to_json())
+    machines = json.dumps(Machines(address).to_json())
+    for command in (
+        ("agent", "--listen", f"{address}:7400"),
+        ("agent", f"--listen={address}:7400"),
+        ("services.node", "--machines", machines),
+        ("services.actor", "--config", str(config)),
+    ):
+        found = found_of(address, *command)
+        assert found.health is Health.OK, command
+        assert f"on loopback and on {address}, as they were told" in found.found
+    for command in (("agent", "--listen", "192.0.2.99:7400"), ("services.actor", "--config", str(tmp_path / "gone"))):
+        found = found_of(address, *command)
+        assert found.health is Health.WARN, command
+        assert f"beyond loopback: {address}:" in found.found
+    assert found_of("0.0.0.0", "agent", "--listen", "0.0.0.0:7400").health is Health.WARN
 
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

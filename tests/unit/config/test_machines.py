@@ -53,6 +53,10 @@ def test_a_node_is_on_the_machine_that_names_it_and_the_others_are_here() -> Non
         ({"cluster__machine_credentials": ""}, "agents ask for a credential: set cluster.machine_credentials"),
         ({"runtime__gate_root": ""}, "gates are on local disks: set runtime.gate_root to a folder of each machine"),
         (
+            {"runtime__gate_root": "jobs/gates"},
+            "runtime.gate_root=jobs/gates is in output_dir=jobs, which the machines share",
+        ),
+        (
             {"cluster__machines": [machine("b", "10.0.0.9:7400")]},
             "cluster.machines: b is at 10.0.0.9, and reaches no address of loopback",
         ),

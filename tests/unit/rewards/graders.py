@@ -53,6 +53,8 @@ def misbehaving(response: str, prompt: str) -> Any:
             return 1
         case ["pid"]:
             return os.getpid()
+        case ["has", variable]:
+            return variable in os.environ
         case ["return", text]:
             return {
                 "None": None,

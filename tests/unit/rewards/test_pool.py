@@ -53,6 +53,16 @@ async def test_a_function_gets_the_arguments_that_it_names_as_the_data_has_them(
         assert len(pool.pids) == 1
 
 
+async def test_a_function_has_no_credential_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("WANDB_API_KEY", "TIDEGATE_OPERATOR", "JUDGE_API_KEY"):
+        monkeypatch.setenv(variable, "secret")
+    async with pool_of("misbehaving") as pool:
+        assert await reward_of(pool, "has WANDB_API_KEY") == 0.0
+        assert await reward_of(pool, "has TIDEGATE_OPERATOR") == 0.0
+        # What a person sets for a function of his own goes through.
+        assert await reward_of(pool, "has JUDGE_API_KEY") == 1.0
+
+
 async def test_a_functions_exception_is_reported_and_its_worker_serves_on() -> None:
     async with pool_of("misbehaving") as pool:
         before = await reward_of(pool, "pid")

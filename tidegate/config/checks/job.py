@@ -8,6 +8,7 @@ Each text gives the key, the numbers and the remedy. An empty list means that th
 from __future__ import annotations
 
 from ipaddress import IPv4Address
+from pathlib import Path
 
 from tidegate.certs.identity import BadIdentity, Identity, Party
 from tidegate.config.checks.actor_layouts import actor_layout_warnings
@@ -87,6 +88,12 @@ def machine_faults(config: JobSections) -> list[str]:
         faults.append("cluster.machines: agents ask for a credential: set cluster.machine_credentials")
     if not config.runtime.gate_root:
         faults.append("cluster.machines: gates are on local disks: set runtime.gate_root to a folder of each machine")
+    elif Path(config.runtime.gate_root).absolute().is_relative_to(Path(config.output_dir).absolute()):
+        where = f"runtime.gate_root={config.runtime.gate_root} is in output_dir={config.output_dir}"
+        faults.append(
+            f"cluster.machines: {where}, which the machines share: gates are on a disk of each machine, so name "
+            "another folder"
+        )
     embedded = [f"servers.{kind}_url" for kind in ("nats", "redis") if not getattr(config.servers, f"{kind}_url")]
     is_beyond = any(each is not None and not each.is_loopback for each in map(_ip_address, cluster.addresses.values()))
     if embedded and is_beyond:
