@@ -237,7 +237,7 @@ async def run(plan: Plan, folder: Path, *, name: str, reference: str | None) -> 
         result=_loaded(world.root / "result.json"),
         sightings=driver.watch.sightings,
         progress_s=driver.watch.progress_s,
-        spans=list(_spans(world.root)),
+        spans=list(spans_of(world.root)),
         may_lose_records=plan.may_lose_records,
     )
     return Outcome(collected, tuple(driver.missed), time.monotonic() - begin_s)
@@ -280,7 +280,8 @@ def _loaded(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _spans(root: Path) -> Iterator[Span]:
+def spans_of(root: Path) -> Iterator[Span]:
+    """What the GPUs of a job did, by its folder."""
     for path in sorted(root.glob("attempts/*/timeline/*.jsonl")):
         role = path.stem.partition("@")[0]
         for row in _rows(path):
