@@ -18,11 +18,11 @@ import pytest
 from tests.expired import issue_expired
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
-from tidegate.adapters.grpc_tls import Credentials, callers_of
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
-from tidegate.v1 import commands_pb2, control_pb2, instance_pb2, instance_pb2_grpc
+from tidegate.v1 import instance_pb2, instance_pb2_grpc
 
 PATIENCE_S = 10.0
 SCHEDULER = Identity("lab", Party.SCHEDULER, "a")
@@ -184,17 +184,6 @@ def test_a_process_without_tls_does_not_load_its_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
-
-
-def test_each_method_names_its_callers() -> None:
-    services = [
-        *commands_pb2.DESCRIPTOR.services_by_name.values(),
-        *control_pb2.DESCRIPTOR.services_by_name.values(),
-        *instance_pb2.DESCRIPTOR.services_by_name.values(),
-    ]
-    found = {method.full_name: callers_of(service, method.name) for service in services for method in service.methods}
-    assert [name for name, callers in found.items() if not callers] == []
-    assert found["tidegate.v1.Control.CancelJob"] == {Party.OPERATOR, Party.JOB}
 
 
 async def _status_with_files_of(lab: Lab, folder: Path) -> grpc.StatusCode:

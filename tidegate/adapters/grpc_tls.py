@@ -15,7 +15,8 @@ stay in force, with a warning.
 Invariants:
 - A call without a credential, or with a foreign or an expired one, does not reach its handler.
   [test_grpc_tls: without_a_credential] [test_grpc_tls: of_another_authority] [test_grpc_tls: an_expired_credential]
-- A method that names no callers may be called by nobody. [test_grpc_tls: each_method_names_its_callers]
+- A method is reached by the callers that it names alone. [test_grpc_callers: reached_by_its_callers_alone]
+- A method that names no callers may be called by nobody. [test_grpc_callers: each_method_names_its_callers]
 - A revoked credential is refused on a connection that is open already. [test_grpc_tls: revoked_while_it_is_connected]
 """
 
@@ -107,8 +108,10 @@ class Access:
             caller = self._caller(context, has_begun_earlier=has_begun_earlier)
             self._check_party(method, caller)
         except (NotAuthenticated, NotAllowed) as refused:
-            self.num_refused[method if method in self._callers else ""] += 1
-            self._log.warning("call refused", method=method, reason=str(refused))
+            counted = method if method in self._callers else ""
+            self.num_refused[counted] += 1
+            num_refused = self.num_refused[counted]
+            self._log.warning("call refused", method=method, reason=str(refused), num_refused=num_refused)
             raise
         return caller
 
