@@ -243,6 +243,8 @@ async def _answers(channel: Any) -> None:
     try:
         await health_pb2_grpc.HealthStub(channel).Check(wanted, timeout=CALL_TIMEOUT_S)
     except PeerRefused as refused:
+        if refused.status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+            return  # the command is refused as well, with what to do
         told = "it answers there, but runs no commands: give the port of its up --command-port"
         raise PeerUnavailable(str(refused), reason=told) from refused
 

@@ -18,6 +18,8 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from structlog.testing import capture_logs
 
 import tidegate.v1
@@ -30,6 +32,11 @@ from tidegate.certs.identity import Identity, Party
 PATIENCE_S = 10.0
 NODE, SCHEDULER, JOB, OPERATOR, VIEWER = (Identity("lab", party, "one") for party in Party)
 OTHER_JOB = Identity("lab", Party.JOB, "other")
+TOOLS = [
+    *health_pb2.DESCRIPTOR.services_by_name["Health"].methods,
+    *reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].methods,
+]
+LIST_SERVICES = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
 
 CALLERS = {
     "Cluster.SubmitJob": "operator",
@@ -212,8 +219,8 @@ class Shown(Credentials):
 
     shown: Access
 
-    def access(self, services: Any) -> Access:
-        self.shown = super().access(services)
+    def access(self, *services: Any, **for_all: Any) -> Access:
+        self.shown = super().access(*services, **for_all)
         return self.shown
 
 
@@ -244,7 +251,7 @@ async def status_of(
 def want_of(why: str, caller: Identity | None, method: MethodDescriptor, own: Identity) -> grpc.StatusCode:
     if caller is None or WANT_STATUS[why] is not grpc.StatusCode.OK:
         return WANT_STATUS[why]
-    is_named = caller.party in CALLERS[method.full_name.removeprefix("tidegate.v1.")].split()
+    is_named = method in TOOLS or caller.party in CALLERS[method.full_name.removeprefix("tidegate.v1.")].split()
     is_near = caller.party is not Party.JOB or own in (SCHEDULER, caller)
     return grpc.StatusCode.OK if is_named and is_near else grpc.StatusCode.PERMISSION_DENIED
 
@@ -267,3 +274,21 @@ async def test_each_method_is_reached_by_its_callers_alone(name: str, own: Ident
     assert lab.num_refused == refused
     logged = Counter((line["method"], line["num_refused"]) for line in lines if line["event"] == "call refused")
     assert logged == Counter((path, count + 1) for path, calls in refused.items() for count in range(calls))
+
+
+@pytest.mark.parametrize("own", [JOB, SCHEDULER, NODE], ids=lambda own: str(own.party))
+async def test_health_and_reflection_answer_each_party_of_the_cluster_and_nobody_else(
+    own: Identity, tmp_path: Path
+) -> None:
+    lab, found, want = Lab(tmp_path, own), {}, {}
+    async with lab.channels(services()["Instance"]) as channels:
+        for (why, caller), channel in channels.items():
+            for method in TOOLS:
+                request = LIST_SERVICES if method.client_streaming else b""
+                call = f"{why} {caller} {path_of(method)}"
+                found[call] = await status_of(channel, method, request, timeout_s=None)
+                want[call] = want_of(why, caller, method, own)
+                if method.name == "List" and want[call] is grpc.StatusCode.OK:
+                    want[call] = grpc.StatusCode.UNIMPLEMENTED  # so the library, to whom it lets in
+    assert found == want
+    assert {path_of(method) for method in TOOLS} == lab.num_refused.keys()

@@ -5,6 +5,8 @@ Invariants:
   [test_grpc: listener_beyond_loopback_is_refused]
 - A call without a deadline is refused before its handler runs. Health and reflection are excepted, because tools call
   them without one. [test_grpc: call_without_a_deadline_is_refused]
+- With TLS health and reflection answer each party whose credential counts, and nobody else.
+  [test_grpc_callers: health_and_reflection_answer_each_party]
 - A handler's exception becomes a status with its message. An exception without a status of its own becomes INTERNAL and
   is logged. The exception's name travels as trailing metadata, so that the caller can distinguish refusals.
   [test_grpc: handlers_exception_reaches_the_caller]
@@ -15,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import time
 from collections import ChainMap
@@ -27,7 +30,7 @@ import grpc
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tidegate.certs.identity import Identity, NotAllowed, NotAuthenticated
 from tidegate.ownership.records import (
@@ -57,7 +60,10 @@ ERROR_METADATA = "tidegate-error"
 CHECKED_AGAIN_S = 10.0
 """Before what a stream of `Service.for_people` says after that time, its caller's credential is looked at again."""
 
-_TOOLS = ("grpc.health.", "grpc.reflection.")
+_FOR_TOOLS = (
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+)
 _CALLER: ContextVar[Identity | None] = ContextVar("who calls", default=None)
 _STATUSES: Statuses = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -156,10 +162,12 @@ async def serve(
             f"{address} listens beyond this machine without TLS: anyone who reaches it could command this job; "
             "listen on 127.0.0.1, give a credential, or allow it explicitly (allow_insecure_remote)"
         )
-    access = None if tls is None else tls.access([service.descriptor for service in services])
+    access = None if tls is None else tls.access([service.descriptor for service in services], for_all=_FOR_TOOLS)
     statuses = ChainMap(*(dict(service.statuses) for service in services), dict(_STATUSES))
     server = grpc.aio.server(
-        interceptors=[_Guard(statuses, access, checked_again=_methods(each for each in services if each.for_people))],
+        interceptors=[
+            _Guard(statuses, access, checked_again=_methods(each.descriptor for each in services if each.for_people))
+        ],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -180,9 +188,8 @@ async def serve(
     return RpcServer(server, health_service, f"{host}:{bound}")
 
 
-def _methods(services: Iterable[Service]) -> frozenset[str]:
-    found = (each.descriptor for each in services)
-    return frozenset(f"/{each.full_name}/{method.name}" for each in found for method in each.methods)
+def _methods(services: Iterable[ServiceDescriptor]) -> frozenset[str]:
+    return frozenset(f"/{each.full_name}/{method.name}" for each in services for method in each.methods)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -220,6 +227,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
         self._statuses = statuses
         self._access = access
         self._checked_again = checked_again
+        self._without_deadline = _methods(_FOR_TOOLS)
         self._log = structlog.get_logger("tidegate.grpc")
 
     async def intercept_service(
@@ -229,8 +237,8 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler: Any = await continuation(handler_call_details)  # None for a method that no service has
         method = handler_call_details.method
-        if handler is None or method.lstrip("/").startswith(_TOOLS):
-            return handler  # type: ignore[no-any-return]  # grpcio takes None here, which its type stubs deny
+        if handler is None:
+            return handler  # type: ignore[return-value]  # grpcio takes None here, which its type stubs deny
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -238,7 +246,9 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
         }
         remake, behaviour = kinds[handler.request_streaming, handler.response_streaming]
-        guarded = self._guard_stream if handler.response_streaming else self._guard_single
+        # The stream of health's Watch is written by the handler itself, and awaited.
+        is_iterated = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
+        guarded = self._guard_stream if is_iterated else self._guard_single
         return remake(guarded(method, behaviour), handler.request_deserializer, handler.response_serializer)
 
     def _guard_single(self, method: str, behaviour: Behaviour) -> Behaviour:
@@ -272,7 +282,8 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generi
 
     async def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._check(method, context)
-        await _require_deadline(method, context)
+        if method not in self._without_deadline:
+            await _require_deadline(method, context)
 
     def _check(
         self, method: str, context: grpc.aio.ServicerContext[Any, Any], *, has_begun_earlier: bool = False

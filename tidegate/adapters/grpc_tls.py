@@ -70,9 +70,9 @@ class Credentials:
         own = self.now()
         return grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
 
-    def access(self, services: Sequence[ServiceDescriptor]) -> Access:
-        """Who may call a server of this credential."""
-        return Access(self, services)
+    def access(self, services: Sequence[ServiceDescriptor], *, for_all: Sequence[ServiceDescriptor] = ()) -> Access:
+        """Who may call a server of this credential. `for_all`: services that each party may call."""
+        return Access(self, services, for_all=for_all)
 
     def _server_now(self) -> grpc.ServerCertificateConfiguration:
         own = self.now()
@@ -90,12 +90,20 @@ class Credentials:
 class Access:
     """Who may call the methods of one server."""
 
-    def __init__(self, credentials: Credentials, services: Sequence[ServiceDescriptor]) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        services: Sequence[ServiceDescriptor],
+        *,
+        for_all: Sequence[ServiceDescriptor] = (),
+    ) -> None:
         self._credentials = credentials
         self._callers = {
             f"/{service.full_name}/{method.name}": callers_of(service, method.name)
             for service in services
             for method in service.methods
+        } | {
+            f"/{service.full_name}/{method.name}": frozenset(Party) for service in for_all for method in service.methods
         }
         self.num_refused: Counter[str] = Counter()
         """By method. Calls that no method of a known service answers are counted under ""."""

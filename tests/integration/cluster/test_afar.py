@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.scheduler.cluster.command_line import CommandLineServicer
 from tests.integration.cluster.lab import Lab, serving
 from tests.unit.cli.configs import small
 from tidegate.adapters.grpc_server import Service
+from tidegate.certs.authority import REVOKED
 from tidegate.certs.identity import Party
 from tidegate.tasks.tokenizer import build_tokenizer
 from tidegate.v1 import command_line_pb2, command_line_pb2_grpc
@@ -69,6 +71,19 @@ async def test_whoever_keeps_it_is_called(lab: Lab, capfd: pytest.CaptureFixture
     said = capfd.readouterr().err
     assert "tidegate: no machine answers as the keeper of this cluster: b: nothing listens at 127.0.0.1:9;" in said
     assert f"c: who listens at {lab.endpoint} has another one's certificate" in said
+
+
+async def test_who_is_revoked_is_told_that_and_not_to_look_for_another_port(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await knows(lab, f"a={lab.endpoint}")
+    lab.authority.revoke(lab.authority.issued()[-1].serial)
+    shutil.copy(lab.folder / "ca" / REVOKED, lab.folder / "keeper" / REVOKED)
+    capfd.readouterr()
+    assert await typed("get", "jobs", "--cluster", "lab") == 1
+    said = capfd.readouterr().err
+    assert "is revoked: issue the credential again" in said
+    assert "runs no commands" not in said
 
 
 async def test_a_job_travels_with_its_files(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
