@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -379,3 +381,12 @@ async def test_clocks_are_noted_and_an_agent_that_does_not_answer_costs_a_note(l
             await until(lambda: bool(logs))
     assert logs[0]["event"] == "the clock is not known"
     assert not (tmp_path / FILE).exists()
+
+
+def test_an_agent_does_not_start_with_a_credential_that_is_not_a_nodes(tmp_path: Path) -> None:
+    own = tmp_path / "operator"
+    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.OPERATOR, "me"), own)
+    words = ["-m", "cli", "agent", "--listen", "127.0.0.1:0", "--credentials", str(own)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=30, check=False)
+    want = f"tidegate: {own} is the credential of operator/me of cluster lab: an agent's is of a node\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", want)

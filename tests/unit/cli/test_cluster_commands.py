@@ -74,3 +74,17 @@ def test_gates_of_several_machines_lie_outside_the_folder_that_they_share(
     )
     assert told in capsys.readouterr().err
     assert not jobs.exists()
+
+
+def test_credentials_of_two_authorities_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = own_address()
+    node, operator = tmp_path / "node", tmp_path / "operator"
+    Authority.create(tmp_path / "ca", "lab").issue(Identity("lab", Party.NODE, "me"), node)
+    Authority.create(tmp_path / "other", "lab").issue(Identity("lab", Party.OPERATOR, "me"), operator)
+    where = ["--machine", f"me={address}:7400", "--address", address, "--gate-root", str(tmp_path)]
+    credentials = ["--machine-credentials", str(operator), "--node-credentials", str(node)]
+    jobs = ["--output-dir", str(tmp_path / "jobs")]
+    assert execute(["up", "n0=3@me", *where, *credentials, *jobs]) == 2
+    want = f"--node-credentials {node} is of another authority than --machine-credentials {operator}"
+    assert want in capsys.readouterr().err
+    assert not (tmp_path / "jobs").exists()
