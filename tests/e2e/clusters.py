@@ -17,11 +17,15 @@ from cli.cluster_access import agent_pid
 from cli.cluster_queue import submissions
 from cli.command import execute
 from tests.e2e.jobs import small_job
+from tidegate.adapters.redis_store import redis_store
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
-from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.credentials import ClusterCredentials
+from tidegate.cluster.folder import ClusterDescription, ClusterFolder
 from tidegate.config.job_config import JobConfig
 from tidegate.json_text import parse_json
+from tidegate.ownership.records import StoreUnavailable
+from tidegate.ports.store import Identity as StoreIs
 from tidegate.runtime.interfaces import addresses_here
 from tidegate.v1 import cluster_pb2
 
@@ -63,16 +67,36 @@ class Cluster:
         while not any((self.output_dir / job / "checkpoints").glob("*/manifest.json")):
             time.sleep(LOOK_AGAIN_S)
 
-    def strike(self, program: str) -> None:
-        """Kills one of the cluster's processes, once it is there."""
+    def process(self, program: str) -> psutil.Process:
+        """One of the cluster's processes, once it is there."""
         while True:
             for each in self.agent().children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     # A server's title is its whole command line.
                     if any(program == Path(part.partition(" ")[0]).name for part in each.cmdline()):
-                        each.kill()
-                        return
+                        return each
             time.sleep(LOOK_AGAIN_S)
+
+    def strike(self, program: str) -> None:
+        """Kills one of the cluster's processes, once it is there."""
+        self.process(program).kill()
+
+    def store(self) -> StoreIs:
+        """Which Redis answers, and which one was opened last. It is asked until it answers."""
+
+        async def asked() -> StoreIs:
+            there = ClusterDescription.parse(self.folder.description.read_bytes())
+            own = ClusterCredentials(Path(there.credentials)).of(Party.SCHEDULER)
+            store = redis_store(there.redis_url, credential=own)
+            try:
+                while True:
+                    with suppress(StoreUnavailable):
+                        return await store.identity()
+                    await asyncio.sleep(LOOK_AGAIN_S)
+            finally:
+                await store.aclose()
+
+        return asyncio.run(asked())
 
     def told(self) -> list[dict[str, Any]]:
         """Each change of a job, as the scheduler's log has it."""
@@ -83,6 +107,12 @@ class Cluster:
         """The node of each start of a job that lies on one."""
         starts = [line["gpus"] for line in self.told() if (line["job"], line["state"]) == (job, "placed")]
         return [gpus[0].partition("/")[0] for gpus in starts]
+
+    def granted(self, job: str) -> set[tuple[str, int, int]]:
+        """The GPUs that the job's processes had, each with its token: (GPU, term, counter)."""
+        lines = (self.output_dir / job / "events.jsonl").read_text().splitlines()
+        grants = [grant for line in map(parse_json, lines) for grant in line["event"].get("grants", ())]
+        return {(each["gpu"], int(each["token"]["term"]), int(each["token"]["counter"])) for each in grants}
 
     def summary(self, job: str) -> dict[str, Any]:
         found = parse_json((self.output_dir / job / "result.json").read_text())

@@ -21,7 +21,11 @@ from tests.e2e.jobs import REPOSITORY
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.keepers import Keepers
+from tidegate.config.job_config import JobConfig
 from tidegate.json_text import parse_json
+
+AWAY_S = 5.0
+"""Longer than the leases of these jobs: each of their schedulers looks at the new Redis many times meanwhile."""
 
 
 def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster: Cluster) -> None:
@@ -68,6 +72,9 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     summaries = [cluster.summary(job) for job in ("one", "two", "late")]
     assert len({each["weights_checksum"] for each in summaries}) == 1
     assert [(each["lost"], each["duplicates"]) for each in summaries] == [(0, 0)] * 3
+    configs = [JobConfig.read(cluster.output_dir / job / "config.json") for job in ("one", "two", "late")]
+    adopters = [config.job for config in configs if config.runtime.adopts_store]
+    assert not adopters, "a job knows the gates of its own nodes alone, so it must not open the store that all share"
     family = cluster.agent().children(recursive=True)
     cluster.run("down")
     assert not [each for each in family if each.is_running()]
@@ -315,6 +322,48 @@ def test_a_killed_launcher_scheduler_and_server_are_replaced(cluster: Cluster) -
     assert found.num_starts == 2, "only the launcher's death was a start"
     summary = cluster.summary("one")
     assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, 20)
+
+
+@pytest.mark.long
+def test_a_restarted_redis_that_two_jobs_share_is_opened_by_the_cluster_alone(cluster: Cluster) -> None:
+    """Each job is on a node of its own, so neither knows the gate of the other one."""
+    cluster.run("up", "n0=3", "n1=3")
+    jobs = ("one", "two")
+    for job in jobs:
+        cluster.submit(job, algorithm__iterations=20)
+    for job in jobs:
+        cluster.until_trained(job)
+    cluster.submit("late")
+    of_cluster = cluster.process("services.scheduler.cluster")
+    before = cluster.store()
+    of_cluster.suspend()
+    try:
+        cluster.strike("valkey-server")
+        deadline_s = time.monotonic() + AWAY_S
+        while time.monotonic() < deadline_s:
+            seen = cluster.store()
+            assert not seen.is_open or seen == before, "a job has opened the store, without the gate of the other job"
+            time.sleep(LOOK_AGAIN_S)
+        assert seen.run_id != before.run_id, "Redis has restarted"
+    finally:
+        of_cluster.resume()
+    for job in jobs:
+        assert cluster.until(job, state="finished").num_starts == 1
+    cluster.until("late", state="finished")
+    assert cluster.store().term == before.term + 1, "it was opened once"
+
+    gpus = {line["job"]: {*line["gpus"]} for line in cluster.told() if line["state"] == "placed"}
+    assert not gpus["one"] & gpus["two"]
+    for job in jobs:
+        assert {gpu for gpu, _, _ in cluster.granted(job)} == gpus[job], "no job ever had a GPU of another's place"
+    order = [(line["job"], line["state"]) for line in cluster.told()]
+    ended = min(order.index((job, "ended")) for job in jobs)
+    assert ended < order.index(("late", "placed")), "no GPU of a job looked free to the queue"
+    granted = [grant for job in (*jobs, "late") for grant in cluster.granted(job)]
+    assert len({*granted}) == len(granted), "no token of a GPU was given to two jobs"
+    summaries = [cluster.summary(job) for job in jobs]
+    assert [(each["lost"], each["duplicates"], each["iterations"]) for each in summaries] == [(0, 0, 20)] * 2
+    assert len({each["weights_checksum"] for each in summaries}) == 1
 
 
 @pytest.mark.long
