@@ -7,17 +7,20 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import nats
 import nats.errors
+from nats.js.api import ClusterInfo
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tidegate.runtime.server_kinds import MAX_PAYLOAD_BYTES, NATS, VALKEY, packaged_binary
+from tidegate.types import LOOPBACK
 
 PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.05
@@ -26,12 +29,31 @@ NUM_SERVERS = 3
 PRIMARY = "tidegate"
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where servers of a number run: the addresses of its NATS, and of its valkey and Sentinel. `command` begins the
+    command of each."""
+
+    nats: str = LOOPBACK
+    redis: str = LOOPBACK
+    command: tuple[str, ...] = ()
+
+
 class Replicated:
     """`async with` runs them. A process is named by its kind and number, as in `nats1` and `valkey0`, the first
     primary."""
 
-    def __init__(self, folder: Path, *, has_nats: bool = True, has_redis: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        has_nats: bool = True,
+        has_redis: bool = True,
+        machines: Sequence[Machine] = (),
+    ) -> None:
+        """`machines`: one for each number; none: all run on loopback."""
         self._folder = folder
+        self._machines = machines or [Machine()] * NUM_SERVERS
         self._folder.mkdir(parents=True, exist_ok=True)
         self._has_nats, self._has_redis = has_nats, has_redis
         ports = _free_ports(4 * NUM_SERVERS)
@@ -43,11 +65,20 @@ class Replicated:
 
     @property
     def nats_url(self) -> str:
-        return ",".join(f"nats://127.0.0.1:{port}" for port in self.nats)
+        return ",".join(self.url_of_nats(number) for number in range(NUM_SERVERS))
 
     @property
     def redis_url(self) -> str:
-        return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._sentinels)}/{PRIMARY}"
+        sentinels = zip(self._machines, self._sentinels, strict=True)
+        return f"redis+sentinel://{','.join(f'{machine.redis}:{port}' for machine, port in sentinels)}/{PRIMARY}"
+
+    def url_of_nats(self, number: int) -> str:
+        return f"nats://{self._machines[number].nats}:{self.nats[number]}"
+
+    def client_of(self, name: str) -> Redis:
+        """Of one valkey or Sentinel."""
+        number, ports = int(name[-1]), self.valkey if name.startswith("valkey") else self._sentinels
+        return Redis(host=self._machines[number].redis, port=ports[number], decode_responses=True)
 
     async def __aenter__(self) -> Replicated:
         try:
@@ -78,9 +109,14 @@ class Replicated:
             process.wait()
 
     def start(self, name: str) -> None:
+        machine = self._machines[int(name[-1])]
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                self._commands[name], cwd=self._folder / name, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*machine.command, *self._commands[name]],
+                cwd=self._folder / name,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
 
     def kill(self, name: str) -> None:
@@ -94,29 +130,41 @@ class Replicated:
         self._processes[name].send_signal(signal.SIGCONT)
 
     async def primary(self) -> str:
-        """The name of the server that the Sentinels take for the primary."""
-        async with Redis(port=self._sentinels[-1], decode_responses=True) as sentinel:
+        """The name of the server that the last Sentinel takes for the primary."""
+        async with self.client_of(f"sentinel{NUM_SERVERS - 1}") as sentinel:
             _, port = cast(tuple[str, int], await sentinel.sentinel_get_master_addr_by_name(PRIMARY))
         return f"valkey{self.valkey.index(int(port))}"
 
+    async def digest(self, name: str) -> str:
+        """Of all that a valkey has."""
+        async with self.client_of(name) as client:
+            return str(await client.execute_command("DEBUG", "DIGEST"))  # type: ignore[no-untyped-call]
+
     async def leader_of(self, stream: str) -> str:
         """The NATS server that leads a stream."""
-        client = await nats.connect(self.nats_url.split(","))
+        return str((await self.cluster_of(stream)).leader)
+
+    async def cluster_of(self, stream: str, *, asked: str = "") -> ClusterInfo:
+        """The leader and the followers of a stream, as one NATS server says, or any."""
+        urls = [self.url_of_nats(int(asked[-1]))] if asked else self.nats_url.split(",")
+        client = await nats.connect(urls)
         try:
-            return str((await client.jetstream().stream_info(stream)).cluster.leader)  # type: ignore[union-attr]
+            found = (await client.jetstream().stream_info(stream)).cluster
         finally:
             await client.close()
+        assert found is not None
+        return found
 
     def _configure_nats(self) -> None:
-        routes = [f"nats://127.0.0.1:{port}" for port in self._routes]
-        for number in range(NUM_SERVERS):
+        routes = [f"nats://{each.nats}:{port}" for each, port in zip(self._machines, self._routes, strict=True)]
+        for number, machine in enumerate(self._machines):
             folder = self._made(f"nats{number}")
             config: dict[str, Any] = {
                 "server_name": f"nats{number}",
-                "listen": f"127.0.0.1:{self.nats[number]}",
+                "listen": f"{machine.nats}:{self.nats[number]}",
                 "max_payload": MAX_PAYLOAD_BYTES,
                 "jetstream": {"store_dir": str(folder / "store"), "sync_interval": "always"},
-                "cluster": {"name": "test", "listen": f"127.0.0.1:{self._routes[number]}", "routes": routes},
+                "cluster": {"name": "test", "listen": f"{machine.nats}:{self._routes[number]}", "routes": routes},
             }
             (folder / "nats.conf").write_text(json.dumps(config))
             self._commands[f"nats{number}"] = [str(packaged_binary(NATS)), "--config", "nats.conf"]
@@ -125,16 +173,17 @@ class Replicated:
         binary = str(packaged_binary(VALKEY))
         for number, port in enumerate(self.valkey):
             self._made(f"valkey{number}")
-            options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes"]
-            options += ["--appendfsync", "always", "--repl-diskless-sync-delay", "0"]
+            options = ["--port", str(port), "--bind", self._machines[number].redis, "--protected-mode", "no"]
+            options += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+            options += ["--repl-diskless-sync-delay", "0", "--enable-debug-command", "yes"]
             if number:
-                options += ["--replicaof", f"127.0.0.1 {self.valkey[0]}"]
+                options += ["--replicaof", f"{self._machines[0].redis} {self.valkey[0]}"]
             self._commands[f"valkey{number}"] = [binary, *options]
         for number, port in enumerate(self._sentinels):
             folder = self._made(f"sentinel{number}")
             (folder / "sentinel.conf").write_text(
-                f"port {port}\nbind 127.0.0.1\n"
-                f"sentinel monitor {PRIMARY} 127.0.0.1 {self.valkey[0]} 2\n"
+                f"port {port}\nbind {self._machines[number].redis}\nprotected-mode no\n"
+                f"sentinel monitor {PRIMARY} {self._machines[0].redis} {self.valkey[0]} 2\n"
                 f"sentinel down-after-milliseconds {PRIMARY} {DOWN_AFTER_MS}\n"
                 f"sentinel failover-timeout {PRIMARY} 5000\n"
             )
@@ -156,15 +205,15 @@ class Replicated:
 
     async def _has_replicas(self) -> bool:
         with suppress(RedisError, OSError):
-            async with Redis(port=self.valkey[0]) as primary:
+            async with self.client_of("valkey0") as primary:
                 seen: dict[str, Any] = await primary.info("replication")
             return [seen.get(f"slave{number}", {}).get("state") for number in range(NUM_SERVERS - 1)] == ["online"] * 2
         return False
 
     async def _sentinels_know_all(self) -> bool:
-        for port in self._sentinels:
+        for number in range(NUM_SERVERS):
             with suppress(RedisError, OSError):
-                async with Redis(port=port, decode_responses=True) as sentinel:
+                async with self.client_of(f"sentinel{number}") as sentinel:
                     seen = cast(dict[str, Any], await sentinel.sentinel_master(PRIMARY))
                 if seen["num-slaves"] == NUM_SERVERS - 1 and seen["num-other-sentinels"] == NUM_SERVERS - 1:
                     continue

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.replicated import Replicated, until
+from tests.replicated import NUM_SERVERS, Replicated, until
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.redis_store import redis_store
 from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
-from tidegate.types import GpuId, JobId
+from tidegate.types import LOOPBACK, GpuId, JobId
 
 GPUS = tuple(GpuId(f"n0/{index}") for index in range(4))
 JOB = JobId("job")
@@ -78,6 +80,67 @@ async def test_a_new_primary_is_refused_until_it_is_adopted_and_has_every_write_
     servers.start("valkey0")
     await store.save(JOB, b"later", expected_write=1, version=0)
     await store.aclose()
+
+
+class FakeSentinel:
+    """Names a primary, and the failover after which it is one."""
+
+    def __init__(self, primary: int) -> None:
+        self.primary, self.epoch = primary, 0
+        self.port = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.CancelledError):  # the test is over, and asyncio would log it
+            while line := await reader.readline():
+                words = []
+                for _ in range(int(line[1:])):
+                    await reader.readline()
+                    words.append((await reader.readline()).strip().upper())
+                writer.write(self._masters() if words == [b"SENTINEL", b"MASTERS"] else b"+OK\r\n")
+        writer.close()
+
+    def _masters(self) -> bytes:
+        told = {"name": "tidegate", "ip": LOOPBACK, "port": self.primary, "flags": "master"}
+        told |= {"config-epoch": self.epoch, "num-other-sentinels": 2}
+        texts = [str(text) for pair in told.items() for text in pair]
+        strings = [f"${len(text)}\r\n{text}\r\n" for text in texts]
+        return f"*1\r\n*{len(texts)}\r\n{''.join(strings)}".encode()
+
+
+async def test_a_primary_that_was_cut_off_is_left_although_its_own_sentinel_still_names_it(
+    servers: Replicated,
+) -> None:
+    async with AsyncExitStack() as closing:
+        for number in range(NUM_SERVERS):
+            servers.kill(f"sentinel{number}")
+        sentinels = [FakeSentinel(servers.valkey[0]) for _ in range(NUM_SERVERS)]
+        for each in sentinels:
+            listening = await closing.enter_async_context(await asyncio.start_server(each.answer, LOOPBACK, 0))
+            each.port = listening.sockets[0].getsockname()[1]
+        url = ",".join(f"{LOOPBACK}:{each.port}" for each in sentinels)
+        store, term = redis_store(f"redis+sentinel://{url}/tidegate"), MemoryTermRegister()
+        closing.push_async_callback(store.aclose)
+        first = await adopt(store, term, no_gates)
+        # What a failover on the other side of a partition does. valkey0 answers as before.
+        async with servers.client_of("valkey1") as primary, servers.client_of("valkey2") as replica:
+            await primary.replicaof("NO", "ONE")
+            await replica.replicaof(LOOPBACK, str(servers.valkey[1]))
+        for each in sentinels[1:]:
+            each.primary, each.epoch = servers.valkey[1], 1
+
+        async def is_refused() -> bool:
+            """Not before the replica has come over."""
+            try:
+                await store.register(GPUS)
+            except StoreUnavailable:
+                return False
+            except StoreNotAdopted:
+                return True
+            raise AssertionError("a write that no replica has was taken")
+
+        await until(is_refused)
+        assert (await adopt(store, term, no_gates)).term > first.term
+        assert not await store.gpus(), "the write on the other side does not count"
 
 
 async def test_sentinels_that_do_not_answer_are_named_without_the_password() -> None:

@@ -11,12 +11,15 @@ Invariants:
 With replicas to wait for (WAIT), a write counts once so many have it. Where fewer answer in time, its outcome is
 unknown. Nothing that this client reads afterwards counts before replicas have that write too: else a repeat would find
 it done, and a failover would lose it. [test_redis_failover: a_write_that_no_replica_has_is_unknown]
+Such a server may have been cut off from its cluster, so the next call asks the Sentinels which one is primary.
+[test_redis_failover: a_primary_that_was_cut_off_is_left]
 
 The client library retries nothing, because silent retries hide unknown outcomes: one call hung 9.6 s in a partition.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha1
@@ -26,7 +29,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
@@ -170,6 +173,8 @@ class RedisCells:
                 is_known = isinstance(answer, ResponseError)
                 raise answer
             if answer[0] == b"ok" and num_acknowledged < self._num_replicas:
+                # It may be cut off from its replicas, and be primary no more: the next call asks the Sentinels again.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
                 raise StoreUnavailable(
                     f"the store at {self._place} wrote, but {num_acknowledged} of {self._num_replicas} replicas have "
                     f"it after {self._wait_ms} ms, so a failover may lose it: call again, and see that its replicas run"
@@ -226,7 +231,7 @@ def redis_cells(
     proof = _proof(found, credential)
     if found.sentinels:
         told: dict[str, Any] = {**options, **_tls_of(found, proof)}
-        asked = Sentinel(found.sentinels, sentinel_kwargs=told, **options)  # type: ignore[no-untyped-call]
+        asked = _Sentinels(found.sentinels, sentinel_kwargs=told, **options)  # type: ignore[no-untyped-call]
         login: dict[str, Any] = {**found.login, **proof}
         client = asked.master_for(found.primary, redis_class=Redis, **login)
         place = f"{found.primary} of the Sentinels {', '.join(f'{host}:{port}' for host, port in found.sentinels)}"
@@ -255,6 +260,35 @@ def _proof(url: RedisUrl, credential: Path | None) -> dict[str, Any]:
 def _tls_of(url: RedisUrl, proof: Mapping[str, Any]) -> dict[str, Any]:
     """What Sentinels are shown: they have no users of ours."""
     return {name: value for name, value in proof.items() if name.startswith("ssl")} if url.has_tls else {}
+
+
+class _Sentinels(Sentinel):
+    """Believes, of a majority of the Sentinels, the one that knows of the latest failover. One that is cut off from the
+    others, together with the old primary, still names that one."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        """MasterNotFoundError: none names a primary that is up."""
+        tasks = [asyncio.ensure_future(sentinel.sentinel_masters()) for sentinel in self.sentinels]
+        told: list[dict[str, Any]] = []
+        faults: list[str] = []
+        try:
+            for each in asyncio.as_completed(tasks):
+                try:
+                    told.append(cast(dict[str, Any], await each).get(service_name, {}))
+                except (RedisConnectionError, RedisTimeoutError) as error:
+                    faults.append(f"{type(error).__name__}: {error}")
+                # One that hangs must not hold up every new connection.
+                if len(told) > len(tasks) / 2:
+                    break
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        named = [each for each in told if each and self.check_master_state(each, service_name)]
+        if not named:
+            raise MasterNotFoundError(f"No master found for {service_name!r}: {', '.join(faults) or told}")
+        latest = max(named, key=lambda each: int(each["config-epoch"]))
+        return latest["ip"], latest["port"]
 
 
 class _Keys:
