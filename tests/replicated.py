@@ -135,10 +135,11 @@ class Replicated:
             _, port = cast(tuple[str, int], await sentinel.sentinel_get_master_addr_by_name(PRIMARY))
         return f"valkey{self.valkey.index(int(port))}"
 
-    async def digest(self, name: str) -> str:
-        """Of all that a valkey has."""
+    async def history(self, name: str) -> tuple[str, str, int]:
+        """The role of a valkey, and which writes it has: the id of their stream, and how far it has that."""
         async with self.client_of(name) as client:
-            return str(await client.execute_command("DEBUG", "DIGEST"))  # type: ignore[no-untyped-call]
+            seen: dict[str, Any] = await client.info("replication")
+        return seen["role"], seen["master_replid"], seen["master_repl_offset"]
 
     async def leader_of(self, stream: str) -> str:
         """The NATS server that leads a stream."""
@@ -175,7 +176,7 @@ class Replicated:
             self._made(f"valkey{number}")
             options = ["--port", str(port), "--bind", self._machines[number].redis, "--protected-mode", "no"]
             options += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
-            options += ["--repl-diskless-sync-delay", "0", "--enable-debug-command", "yes"]
+            options += ["--repl-diskless-sync-delay", "0"]
             if number:
                 options += ["--replicaof", f"{self._machines[0].redis} {self.valkey[0]}"]
             self._commands[f"valkey{number}"] = [binary, *options]

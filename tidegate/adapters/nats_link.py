@@ -11,6 +11,7 @@ Time-outs, missing responders (a stream between two leaders) and JetStream's 503
 Invariants:
 - The connection is kept up for good: only `close` closes it. [test_bus_server: go_on_after_the_server_was_killed]
 - The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
+- A server that settles no call is left for another one. [test_partitioned_stores: a_leader_of_streams_that_is_cut_off]
 - No error text carries a URL's credentials. [test_bus_server: named_without_its_password]
 
 Every pull has its own inbox, so that a late answer to an abandoned call reaches nobody and is delivered again.
@@ -26,6 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import shuffle
 from typing import Any, TypeVar
 
 import structlog
@@ -57,6 +59,9 @@ _ATTEMPT_S = 2.0
 _LAST_ATTEMPT_S = 5.0
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
+# A call without an answer for so long goes to another server: this one may be cut off from the others. Leaders are
+# elected anew within ten seconds, so within the deadline two others are tried, and this one is not tried again.
+_MOVE_AFTER_S = 5.0
 # A waiting pull is sent again this often: a server that restarted has forgotten it and would leave us waiting.
 _LINGER_S = 2.0
 # A pull waits at least this long: one that expires on its way finds nothing, even where messages are.
@@ -111,6 +116,10 @@ class NatsLink:
         self._num_servers = num_servers
         self._replicated: dict[str, bool] = {}
         """By stream: whether a copy may answer that is behind."""
+        self._moved_s = 0.0
+        self._silent_since_s: dict[str, float] = {}
+        """By subject of a pull: when the server first said nothing to it."""
+        self._log = structlog.get_logger("tidegate.nats")
 
     @classmethod
     async def connect(cls, url: str, *, name: str, deadline_s: float, credential: Path | None = None) -> NatsLink:
@@ -136,12 +145,15 @@ class NatsLink:
 
         connection = Client()
         servers = url.split(",")
+        # In this order, each time from the next one on: the library would shuffle, and may take the same one again.
+        shuffle(servers)
         connecting = connection.connect(
             servers,
             name=name,
             error_cb=on_error,
             disconnected_cb=on_disconnected,
             reconnected_cb=on_reconnected,
+            dont_randomize=True,
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept, so a fraction works
             **({} if proof is None else proof.options),
@@ -369,6 +381,7 @@ class NatsLink:
     async def _collect(self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float) -> list[Msg]:
         """The messages that answer one request, until the server's closing status or its silence."""
         inbox = self._connection.new_inbox()
+        began_s = asyncio.get_running_loop().time()
         messages: list[Msg] = []
         try:
             subscription = await self._connection.subscribe(inbox)
@@ -376,6 +389,7 @@ class NatsLink:
                 await self._connection.publish(subject, json.dumps(request).encode(), reply=inbox)
                 while len(messages) < num:
                     message = await subscription.next_msg(timeout=wait_s + _ATTEMPT_S)
+                    self._silent_since_s.pop(subject, None)
                     headers = message.headers or {}
                     status = headers.get("Status")
                     if status == "503":
@@ -389,8 +403,9 @@ class NatsLink:
                     num = len(messages) if unsent is None else num - int(unsent)
             finally:
                 await subscription.unsubscribe()
-        except NatsTimeout:
-            pass  # the server went away in between: return what came, the rest is delivered again
+        except NatsTimeout:  # the server went away in between: return what came, the rest is delivered again
+            if not messages:
+                await self._leave_silent_server(self._silent_since_s.setdefault(subject, began_s))
         except NatsError as failure:
             raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
         return messages
@@ -441,7 +456,8 @@ class NatsLink:
 
     async def _until_deadline(self, what: str, attempt: Callable[[float], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        ends = loop.time() + self._deadline_s
+        began_s = loop.time()
+        ends = began_s + self._deadline_s
         retry_s = _FIRST_RETRY_S
         while True:
             try:
@@ -452,8 +468,17 @@ class NatsLink:
                         f"NATS did not answer {what} within {self._deadline_s:g} s ({unsettled}); "
                         "check that the server runs and is reachable"
                     ) from unsettled
+            await self._leave_silent_server(began_s)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+    async def _leave_silent_server(self, since_s: float) -> None:
+        """Connects to another server, where there is one and this one has settled a call since then no more."""
+        now_s = asyncio.get_running_loop().time()
+        if self.num_servers > 1 and now_s - max(since_s, self._moved_s) >= _MOVE_AFTER_S:
+            self._moved_s = now_s
+            self._log.warning("nats_left", reason=f"a call has no answer for {now_s - since_s:.1f} s")
+            await self._connection.force_reconnect()
 
 
 def _not_open(stream: str, refused: NatsRefused) -> Exception:

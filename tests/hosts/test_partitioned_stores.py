@@ -1,0 +1,97 @@
+"""A job on replicated servers, of which the one that leads is cut off from the others. Clients still reach them all, so
+the job may go on talking to the one that leads no more: nothing that it takes may count."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import running, small_job, updated
+from tests.e2e.lineage import rows
+from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once
+from tests.partitions import MACHINES, cut_off, switched
+from tests.replicated import Replicated, until
+from tests.two_machines import are_possible
+from tidegate.adapters import subjects
+from tidegate.adapters.redis_store import redis_store
+from tidegate.types import JobId
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
+
+TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
+"""As in tests/e2e/test_replicated_stores.py."""
+SAMPLES = subjects.samples_stream(JobId("plain"))
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Replicated]:
+    if not are_possible():
+        pytest.fail("make test-hosts needs root and iproute2's ip: it makes network namespaces")
+    with switched():
+        async with Replicated(tmp_path / "own-servers", machines=MACHINES) as started:
+            yield started
+
+
+def job_on(servers: Replicated) -> dict[str, object]:
+    urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
+    return small_job("plain", servers=urls, runtime=TIMES, algorithm__iterations=ITERATIONS)
+
+
+async def term_of(servers: Replicated) -> int:
+    """That of the store which the Sentinels name, and which is open."""
+    store = redis_store(servers.redis_url)
+    try:
+        found = await store.identity()
+    finally:
+        await store.aclose()
+    assert found.is_open
+    return found.term
+
+
+async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
+    servers: Replicated, want_checksum: str, tmp_path: Path
+) -> None:
+    async with running(job_on(servers), tmp_path) as job:
+        await job.until(updated(1))
+        assert await term_of(servers) == 1
+
+        async def is_over() -> bool:
+            return await servers.primary() != "valkey0"
+
+        async def is_replica() -> bool:
+            """Of the new primary's writes: what it took alone is gone."""
+            role, *has = await servers.history("valkey0")
+            return role == "slave" and has == [*(await servers.history(await servers.primary()))[1:]]
+
+        with cut_off("valkey0"):
+            await until(is_over)
+            assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
+            await job.until(updated(3))
+            assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
+            assert await term_of(servers) == 2, "the new primary was adopted under a term of its own"
+        await until(is_replica)
+        assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
+
+
+async def test_a_leader_of_streams_that_is_cut_off_takes_no_message_that_counts(
+    servers: Replicated, want_checksum: str, tmp_path: Path
+) -> None:
+    async with running(job_on(servers), tmp_path) as job:
+        await job.until(updated(1))
+        leader = await servers.leader_of(SAMPLES)
+        other = next(name for name in ("nats0", "nats1") if name != leader)
+        with cut_off(leader):
+            # Its files tell how far it is: the events are on these very servers.
+            await job.until_seen(lambda: any(row["update"] == "1.3.0" for row in rows(job.folder.journal)))
+            assert (await servers.cluster_of(SAMPLES, asked=other)).leader not in (None, leader)
+        assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
+
+        async def has_caught_up() -> bool:
+            info = await servers.cluster_of(SAMPLES)
+            return info.leader != leader and any(
+                each.name == leader and each.current and not each.lag for each in info.replicas or []
+            )
+
+        await until(has_caught_up)
