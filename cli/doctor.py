@@ -14,7 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,21 +81,22 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
     return [check() for check in checks]
 
 
-def listeners() -> Finding:
+def listeners(processes: Iterable[psutil.Process] | None = None) -> Finding:
     """Checks that no process of Tidegate, of this user, listens beyond loopback, and beyond the addresses that those
-    processes were told to listen at."""
+    processes were told to listen at. Without `processes` it looks at all of this machine."""
     num_found, told, beyond, servers = 0, set[str](), set(), set()
     for kind in (NATS, VALKEY):
         with suppress(ServerPackageMissing):
             servers.add(str(packaged_binary(kind)))
-    for process in psutil.process_iter():
+    for process in psutil.process_iter() if processes is None else processes:
         with suppress(psutil.Error):
             if process.uids().real != os.getuid() or not _is_ours(command := process.cmdline(), servers):
                 continue
             num_found += 1
             told |= _addresses_in(command)
             open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
-            beyond |= {(at.ip, at.port, process.pid) for at in open_at if not _is_loopback(at.ip)}
+            listening = {(_as_ipv4(at.ip), at.port, process.pid) for at in open_at}
+            beyond |= {each for each in listening if not ip_address(each[0]).is_loopback}
     elsewhere = [f"{ip}:{port} (pid {pid})" for ip, port, pid in sorted(beyond) if ip not in told]
     if elsewhere:
         remedy = "end these processes, or keep the network to those whom you trust: see docs/security.md"
@@ -118,10 +119,10 @@ def _addresses_in(command: Sequence[str]) -> set[str]:
     return found - {"", "0.0.0.0"}
 
 
-def _is_loopback(address: str) -> bool:
-    """An IPv4 address that a socket of IPv6 listens on counts as that address."""
+def _as_ipv4(address: str) -> str:
+    """An IPv4 address that a socket of IPv6 listens on is that address."""
     found = ip_address(address)
-    return ((isinstance(found, IPv6Address) and found.ipv4_mapped) or found).is_loopback
+    return str((isinstance(found, IPv6Address) and found.ipv4_mapped) or found)
 
 
 def _is_ours(command: Sequence[str], servers: Collection[str]) -> bool:

@@ -201,7 +201,9 @@ async def test_a_stop_interrupts_a_launcher_in_order(node: Node) -> None:
     assert "SIGTERM" in message
 
 
-async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun(node: Node, tmp_path: Path) -> None:
+async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun(
+    node: Node, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     authority = Authority.create(tmp_path / "ca", "lab")
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
     far = far_machine("b", "127.0.0.1:1", [NodeId("a")])
@@ -209,7 +211,7 @@ async def test_a_launcher_whose_other_machine_is_away_says_that_it_has_not_begun
     node.config = node.config.model_copy(
         update={
             "cluster": machines.section_of(node.config.cluster),
-            "runtime": node.config.runtime.model_copy(update={"gate_root": str(tmp_path / "gates")}),
+            "runtime": node.config.runtime.model_copy(update={"gate_root": str(tmp_path_factory.mktemp("gates"))}),
         }
     )
     await node.start(1, Treatment.FORCE)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ def found_of(host: str, *command: str) -> Finding:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = listeners()
+        found = listeners([psutil.Process(process.pid)])
         process.communicate()
     return found
 
@@ -88,6 +89,8 @@ def test_a_process_may_listen_where_it_was_told_to_and_nowhere_else(tmp_path: Pa
         found = found_of(address, *command)
         assert found.health is Health.OK, command
         assert f"on loopback and on {address}, as they were told" in found.found
+    # gRPC listens like this.
+    assert found_of(f"::ffff:{address}", "agent", "--listen", f"{address}:7400").health is Health.OK
     for command in (("agent", "--listen", "192.0.2.99:7400"), ("services.actor", "--config", str(tmp_path / "gone"))):
         found = found_of(address, *command)
         assert found.health is Health.WARN, command
