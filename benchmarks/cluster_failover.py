@@ -46,7 +46,7 @@ async def failover(folder: Path, server: str) -> dict[str, Any]:
 async def node_loss(folder: Path) -> dict[str, Any]:
     """AssertionError where the job does not finish, or loses a sample."""
     with linked(), two_machines(folder) as lab:
-        async with running(lab.job(_JOB, algorithm__iterations=ITERATIONS), folder) as job:
+        async with running(lab.job(_JOB, algorithm__iterations=ITERATIONS), lab.jobs) as job:
             await job.until(updated(STRUCK))
             lab.kill_agent()
             lab.start_agent()

@@ -167,6 +167,7 @@ def two_machines(folder: Path, *command: str) -> Iterator[Lab]:
     servers = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in (nats, redis)]
     found = Lab(folder, _mounted(folder / "gates"))
     found.command = command or found.command
+    found.jobs.mkdir()
     try:
         found.start_agent()
         yield found

@@ -20,7 +20,7 @@ async def assert_nothing_was_lost(job: RunningJob, want_checksum: str) -> None:
 
 
 async def test_a_job_over_two_machines_has_the_weights_of_one(lab: Lab, want_checksum: str) -> None:
-    async with running(lab.job("two", algorithm__iterations=ITERATIONS), lab.folder) as job:
+    async with running(lab.job("two", algorithm__iterations=ITERATIONS), lab.jobs) as job:
         await job.until(generating(1))
         assert services_there()
         await assert_nothing_was_lost(job, want_checksum)
@@ -33,7 +33,7 @@ async def test_a_job_over_two_machines_has_the_weights_of_one(lab: Lab, want_che
 
 
 async def test_a_job_goes_on_when_an_agent_is_killed_and_started_again(lab: Lab, want_checksum: str) -> None:
-    async with running(lab.job("killed", algorithm__iterations=ITERATIONS), lab.folder) as job:
+    async with running(lab.job("killed", algorithm__iterations=ITERATIONS), lab.jobs) as job:
         await job.until(updated(3))
         lab.kill_agent()
         lab.start_agent()
@@ -42,7 +42,7 @@ async def test_a_job_goes_on_when_an_agent_is_killed_and_started_again(lab: Lab,
 
 @pytest.mark.parametrize("seconds", [5, 60])
 async def test_a_job_goes_on_after_its_link_was_down(lab: Lab, want_checksum: str, seconds: int) -> None:
-    async with running(lab.job(f"down{seconds}", algorithm__iterations=ITERATIONS), lab.folder) as job:
+    async with running(lab.job(f"down{seconds}", algorithm__iterations=ITERATIONS), lab.jobs) as job:
         await job.until(updated(3))
         before = services_there()
         with link_down():
@@ -56,12 +56,12 @@ async def test_an_agent_ends_what_runs_there_when_the_job_is_killed_and_it_can_b
     lab: Lab, want_checksum: str
 ) -> None:
     raw = lab.job("gone", algorithm__iterations=ITERATIONS)
-    async with running(raw, lab.folder) as job:
+    async with running(raw, lab.jobs) as job:
         await job.until(updated(1))
         job.process.kill()
         await job.process.wait()
     async with asyncio.timeout(30):
         while services_there():  # noqa: ASYNC110 # the ends of other namespaces' processes are no events here
             await asyncio.sleep(0.1)
-    async with running(raw, lab.folder, "--resume") as job:
+    async with running(raw, lab.jobs, "--resume") as job:
         await assert_nothing_was_lost(job, want_checksum)
