@@ -76,7 +76,7 @@ class Replicated:
         return f"nats://{self._machines[number].nats}:{self.nats[number]}"
 
     def client_of(self, name: str) -> Redis:
-        """Of one valkey or Sentinel."""
+        """A client of one valkey or Sentinel."""
         number, ports = int(name[-1]), self.valkey if name.startswith("valkey") else self._sentinels
         return Redis(host=self._machines[number].redis, port=ports[number], decode_responses=True)
 

@@ -61,7 +61,7 @@ async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
             return await servers.primary() != "valkey0"
 
         async def is_replica() -> bool:
-            """Of the new primary's writes: what it took alone is gone."""
+            """Whether it copies the new primary: what it took alone is gone."""
             role, *has = await servers.history("valkey0")
             return role == "slave" and has == [*(await servers.history(await servers.primary()))[1:]]
 

@@ -90,7 +90,7 @@ def killed_and_back(words: str) -> None:
 
 
 def pythons_of(job: str) -> set[str]:
-    """Of its processes, but for workers, which have titles."""
+    """The interpreters of its processes, but for workers, which have titles."""
     return {cmdline[0] for cmdline in found(f"/{job}[./].*json").values() if cmdline[0].endswith("python")}
 
 
