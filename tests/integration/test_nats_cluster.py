@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,12 +14,15 @@ from tests.contract.bus_bench import a_group
 from tests.replicated import Replicated
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
+from tidegate.adapters.nats_link import NatsLink, stored_sequence
 from tidegate.events import EventSource
 from tidegate.ports.bus import BusLimits, DeadLetter, Stage
 from tidegate.types import JobId
 from tidegate.v1 import events_pb2
 
 JOB = JobId("job")
+MOVES = 40
+"""Without a look for gaps, one in ten leaves messages out."""
 
 
 @pytest.fixture
@@ -56,6 +60,27 @@ async def test_the_death_of_a_leader_loses_no_event_and_no_term(servers: Replica
     assert found == [body.message for body in bodies]
     assert (await bus.term.read())[0] == 7
     await bus.close()
+
+
+async def test_a_read_while_the_connection_moves_leaves_nothing_out(servers: Replicated) -> None:
+    """What is under way to the server that is left never arrives. What comes after it does."""
+    link = await NatsLink.connect(servers.nats_url, name="test", deadline_s=30.0)
+    await link.ensure_stream({"name": "LINK", "subjects": ["link"], "num_replicas": 3, "allow_direct": True})
+    # Large enough that an answer takes as long as a move.
+    sequences = [(await link.publish("link", bytes(20_000), stream="LINK"))["seq"] for _ in range(200)]
+    num_cut_short = 0
+    for number in range(effort.examples(MOVES)):
+        moves_at = link._connection.stats["in_msgs"] + number
+        reading = asyncio.create_task(link.read("LINK", from_sequence=1))
+        while link._connection.stats["in_msgs"] < moves_at:  # noqa: ASYNC110 - a count only
+            await asyncio.sleep(0)
+        await link._connection.force_reconnect()
+        found = [stored_sequence(message) for message in await reading]
+        assert found, "an empty answer would be the end of the stream"
+        assert found == sequences[: len(found)]
+        num_cut_short += len(found) < len(sequences)
+    assert num_cut_short, "no move met an answer on its way"
+    await link.close()
 
 
 async def test_all_that_a_consumer_with_copies_sends_for_a_request_is_taken(servers: Replicated) -> None:

@@ -13,7 +13,7 @@ import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
-from tidegate.adapters.nats_link import NatsLink
+from tidegate.adapters.nats_link import NatsLink, stored_sequence
 from tidegate.ports.bus import JobNotOpen
 from tidegate.runtime.embedded import EmbeddedServers
 
@@ -43,6 +43,30 @@ async def test_a_read_waits_for_a_stream_that_does_not_respond_yet(link: NatsLin
     await end()
     await link.ensure_stream({**STREAM, "allow_direct": True})
     assert [message.data for message in await reading] == [b"stored"]
+
+
+async def test_a_read_ends_where_a_message_was_lost_on_its_way(link: NatsLink) -> None:
+    """Each message names the one that was sent before it. The test answers as the server does."""
+    await link.ensure_stream({**STREAM, "allow_direct": False})
+    answers = [
+        [(1, 0), (2, 1), (5, 4), (6, 5)],
+        [(5, 4), (6, 5)],
+        [],
+        [(4, 0)],
+    ]
+
+    async def on_read(message: Msg) -> None:
+        answer = answers.pop(0)
+        for sequence, before in answer:
+            headers = {"Nats-Sequence": str(sequence), "Nats-Last-Sequence": str(before)}
+            await link._connection.publish(message.reply, b"stored", headers=headers)
+        await link._connection.publish(message.reply, headers={"Status": "204", "Nats-Num-Pending": "0"})
+
+    await link.subscribe("$JS.API.DIRECT.GET.LINK", on_read)
+    assert [stored_sequence(message) for message in await link.read("LINK", from_sequence=1)] == [1, 2]
+    assert len(answers) == 3
+    assert [stored_sequence(message) for message in await link.read("LINK", from_sequence=3)] == [4]
+    assert not answers
 
 
 async def test_a_read_from_no_stream_says_that_there_is_none(link: NatsLink) -> None:

@@ -26,10 +26,16 @@ from tidegate.adapters.nats_consumer import (
     NatsDeadLetters,
     Source,
     full_or_refused,
-    stored_sequence,
 )
 from tidegate.adapters.nats_copies import ROLL_UP, NatsStateCopies
-from tidegate.adapters.nats_link import STREAM_NOT_FOUND, WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, num_replicas
+from tidegate.adapters.nats_link import (
+    STREAM_NOT_FOUND,
+    WRONG_LAST_SEQUENCE,
+    NatsLink,
+    NatsRefused,
+    num_replicas,
+    stored_sequence,
+)
 from tidegate.adapters.nats_term import NatsTermRegister
 from tidegate.adapters.response_feed import ResponseFeed
 from tidegate.codec import WireError, check_event, check_group, check_response, decode_event

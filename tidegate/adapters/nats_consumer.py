@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from nats.aio.msg import Msg
 
 from tidegate.adapters import subjects
-from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, MAX_BYTES_EXCEEDED, NatsLink, NatsRefused
+from tidegate.adapters.nats_link import CONSUMER_NOT_FOUND, MAX_BYTES_EXCEEDED, NatsLink, NatsRefused, stored_sequence
 from tidegate.codec import WireError
 from tidegate.json_text import parse_json, typed
 from tidegate.ports.bus import DeadLetter, OnDeadLetter, UnknownDeadLetter
@@ -229,10 +229,6 @@ def full_or_refused(refused: NatsRefused, stream: str, *, max_bytes: int, size_b
     if refused.err_code != MAX_BYTES_EXCEEDED:
         return refused
     return subjects.stream_full(stream, max_bytes=max_bytes, size_bytes=size_bytes)
-
-
-def stored_sequence(message: Msg) -> int:
-    return int((message.headers or {})["Nats-Sequence"])
 
 
 def dead_letter_of(job: JobId, message: Msg) -> DeadLetter:

@@ -12,6 +12,7 @@ Invariants:
 - The connection is kept up for good: only `close` closes it. [test_bus_server: go_on_after_the_server_was_killed]
 - The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
 - A server that settles no call is left for another one. [test_partitioned_stores: a_leader_of_streams_that_is_cut_off]
+- A read leaves no message out, wherever the connection moves meanwhile. [test_nats_cluster: moves_leaves_nothing_out]
 - No error text carries a URL's credentials. [test_bus_server: named_without_its_password]
 
 Every pull has its own inbox, so that a late answer to an abandoned call reaches nobody and is delivered again.
@@ -70,6 +71,8 @@ _LEAST_WAIT_S = 0.05
 _BATCH_BYTES = 64 * 2**20
 # The messages of one direct read: a few hundred kilobytes of events.
 _READ_BATCH = 256
+# How the server ends a direct read of a stream that has nothing from there on.
+_NOTHING_THERE = "404"
 # A dead letter adds this much to a message (subject, reason). It is kept free below the server's limit.
 DEAD_LETTER_HEADROOM_BYTES = 4096
 # A majority of three outlives the death of one.
@@ -290,20 +293,21 @@ class NatsLink:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         if timeout_s <= 0:
             there = {"batch": num, "no_wait": True, "max_bytes": _BATCH_BYTES}
-            return await self._collect(subject, there, num=num, wait_s=0.0)
+            return (await self._collect(subject, there, num=num, wait_s=0.0))[0]
         while True:
             wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
             linger = {"batch": 1, "expires": int(wait_s * 1e9)}
-            messages = await self._collect(subject, linger, num=1, wait_s=wait_s)
+            messages, _ = await self._collect(subject, linger, num=1, wait_s=wait_s)
             # Take only what is there now: without `no_wait` the server would wait for a whole batch.
             if messages and num > 1:
                 rest = {"batch": num - 1, "no_wait": True, "max_bytes": _BATCH_BYTES}
-                messages += await self._collect(subject, rest, num=num - 1, wait_s=0.0)
+                messages += (await self._collect(subject, rest, num=num - 1, wait_s=0.0))[0]
             if messages or loop.time() >= ends:
                 return messages
 
     async def read(self, stream: str, *, from_sequence: int) -> list[Msg]:
-        """The next stored messages, without a consumer. Empty at the end. Header `Nats-Sequence` has the sequence.
+        """The next stored messages without a gap, and without a consumer. Empty at the end. `stored_sequence` has the
+        place of each.
 
         JobNotOpen without the stream. A stream that a restarted server has not opened again yet is waited for.
         """
@@ -311,13 +315,17 @@ class NatsLink:
 
         async def attempt(_: float) -> list[Msg]:
             try:
-                found = await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
+                came, status = await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
             except NatsRefused as nobody:
                 await self.require_stream(stream)
                 raise _NoAnswerYet("the stream does not respond") from nobody
-            if not found and await self._has_more(stream, from_sequence):
+            if found := _up_to_a_gap(came):
+                return found
+            if status != _NOTHING_THERE:
+                raise _NoAnswerYet("the answer is lost, or a part of it")
+            if await self._has_more(stream, from_sequence):
                 raise _NoAnswerYet("a copy of the stream that is behind has answered")
-            return found
+            return []
 
         return await self._until_deadline(subject, attempt)
 
@@ -378,11 +386,14 @@ class NatsLink:
 
         return end
 
-    async def _collect(self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float) -> list[Msg]:
-        """The messages that answer one request, until the server's closing status or its silence."""
+    async def _collect(
+        self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float
+    ) -> tuple[list[Msg], str | None]:
+        """The messages that answer one request, until the server's closing status or its silence; and that status."""
         inbox = self._connection.new_inbox()
         began_s = asyncio.get_running_loop().time()
         messages: list[Msg] = []
+        status: str | None = None
         try:
             subscription = await self._connection.subscribe(inbox)
             try:
@@ -408,7 +419,7 @@ class NatsLink:
                 await self._leave_silent_server(self._silent_since_s.setdefault(subject, began_s))
         except NatsError as failure:
             raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
-        return messages
+        return messages, status
 
     async def _answer(self, subject: str, payload: bytes) -> dict[str, Any]:
         return await self._until_deadline(subject, partial(self._ask, subject, payload))
@@ -479,6 +490,24 @@ class NatsLink:
             self._moved_s = now_s
             self._log.warning("nats_left", reason=f"a call has no answer for {now_s - since_s:.1f} s")
             await self._connection.force_reconnect()
+
+
+def stored_sequence(message: Msg) -> int:
+    """The place in its stream of a message that was read."""
+    return int((message.headers or {})["Nats-Sequence"])
+
+
+def _up_to_a_gap(messages: list[Msg]) -> list[Msg]:
+    """The first of an answer's messages, up to where one was lost: each names the one that was sent before it, or 0.
+
+    Where a connection moves to another server, what is under way to the first one is lost, and the rest may arrive.
+    """
+    sent = 0
+    for at, message in enumerate(messages):
+        if int((message.headers or {})["Nats-Last-Sequence"]) != sent:
+            return messages[:at]
+        sent = stored_sequence(message)
+    return messages
 
 
 def _not_open(stream: str, refused: NatsRefused) -> Exception:

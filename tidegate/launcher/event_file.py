@@ -71,7 +71,6 @@ async def is_log_of(kept: tuple[int, str], log: EventLog, job: JobId) -> bool:
     rows = await log.page(job, after_sequence=sequence - 1)
     if rows and rows[0][0] == sequence:
         return rows[0][1].id == event_id
-    # A page is empty too where the server went away in between: that says nothing.
     if not rows:
         return await log.last_sequence(job) >= sequence
     oldest = await log.page(job, after_sequence=0)
