@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 
 from tests import effort
 from tests.contract.bus_bench import a_group
-from tests.replicated import Replicated
+from tests.replicated import Replicated, until
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
-from tidegate.adapters.nats_link import NatsLink, stored_sequence
+from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, stored_sequence
 from tidegate.events import EventSource
 from tidegate.ports.bus import BusLimits, DeadLetter, Stage
 from tidegate.types import JobId
@@ -80,6 +81,40 @@ async def test_a_read_while_the_connection_moves_leaves_nothing_out(servers: Rep
         assert found == sequences[: len(found)]
         num_cut_short += len(found) < len(sequences)
     assert num_cut_short, "no move met an answer on its way"
+    await link.close()
+
+
+@pytest.mark.parametrize("once", [{"message_id": "one"}, {"last_on_subject": 0}], ids=["by its id", "by its subject"])
+async def test_a_message_that_its_server_still_works_on_is_waited_for(
+    servers: Replicated, once: dict[str, Any]
+) -> None:
+    """The leader refuses a second attempt as long as it waits for the copies of the first one."""
+    any_link = await NatsLink.connect(servers.nats_url, name="test", deadline_s=30.0)
+    await any_link.ensure_stream({"name": "LINK", "subjects": ["link"], "num_replicas": 3})
+    await any_link.close()
+    leader = await servers.leader_of("LINK")
+    link = await NatsLink.connect(servers.url_of_nats(int(leader[-1])), name="test", deadline_s=30.0)
+    followers = [name for name in ("nats0", "nats1", "nats2") if name != leader]
+    for name in followers:
+        servers.freeze(name)
+    answers = link._connection.stats["in_msgs"]
+    publishing = asyncio.create_task(link.publish("link", b"stored", stream="LINK", **once))
+
+    async def is_answered() -> bool:
+        return publishing.done() or link._connection.stats["in_msgs"] > answers
+
+    await until(is_answered)
+    assert not publishing.done()
+    for name in followers:
+        servers.thaw(name)
+    if "message_id" in once:
+        assert (await publishing)["seq"] == 1
+    else:
+        with pytest.raises(NatsRefused) as refused:
+            await publishing
+        assert refused.value.err_code == WRONG_LAST_SEQUENCE, "the first attempt was stored"
+    assert await link.next_on("LINK", "link", from_sequence=1) == (1, b"stored")
+    assert await link.next_on("LINK", "link", from_sequence=2) is None
     await link.close()
 
 

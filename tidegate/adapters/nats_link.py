@@ -6,11 +6,12 @@ A call ends in one of these ways:
 - `JobNotOpen`: the stream of the call does not exist;
 - `BusUnavailable` after the deadline: the outcome is unknown.
 
-Time-outs, missing responders (a stream between two leaders) and JetStream's 503 are retried.
+Time-outs, missing responders (a stream between two leaders), JetStream's 503 and `_STILL_AT_WORK` are retried.
 
 Invariants:
 - The connection is kept up for good: only `close` closes it. [test_bus_server: go_on_after_the_server_was_killed]
 - The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
+- A message that its server still works on is refused to nobody. [test_nats_cluster: still_works_on_is_waited_for]
 - A server that settles no call is left for another one. [test_partitioned_stores: a_leader_of_streams_that_is_cut_off]
 - A read leaves no message out, wherever the connection moves meanwhile. [test_nats_cluster: moves_leaves_nothing_out]
 - No error text carries a URL's credentials. [test_bus_server: named_without_its_password]
@@ -53,6 +54,9 @@ WRONG_LAST_SEQUENCE = 10071
 MAX_BYTES_EXCEEDED = 10077
 # The server sends these as 503, yet a repeat does not help.
 _DEFINITE_503 = frozenset({MAX_BYTES_EXCEEDED})
+# No 503, yet nothing is settled: the leader works on a message with this id, or on this subject, or has too much to do.
+# Such a message is often the first attempt of the same call.
+_STILL_AT_WORK = frozenset({10158, 10164, 10167})
 
 # One attempt of a call. A server answers within milliseconds; after this time the answer is lost and asked for again.
 _ATTEMPT_S = 2.0
@@ -256,7 +260,7 @@ class NatsLink:
             unsettled: _NoAnswerYet = silence
         except _NoAnswerYet as other:
             unsettled = other
-        raise BusUnavailable(f"NATS has gone away again ({unsettled}); check that the server runs") from unsettled
+        raise BusUnavailable(f"NATS does not settle a message ({unsettled}); check that its servers run") from unsettled
 
     async def _tells_of(self, stream: str) -> bool:
         """Whether the server says now that it has the stream."""
@@ -439,9 +443,10 @@ class NatsLink:
         error = answer.get("error")
         if error is None:
             return answer
-        if error["code"] == 503 and error.get("err_code") not in _DEFINITE_503:
+        err_code = error.get("err_code", error["code"])
+        if err_code in _STILL_AT_WORK or (error["code"] == 503 and err_code not in _DEFINITE_503):
             raise _NoAnswerYet(error["description"])
-        raise NatsRefused(error["description"], err_code=error.get("err_code", error["code"]))
+        raise NatsRefused(error["description"], err_code=err_code)
 
     async def _request(
         self,
