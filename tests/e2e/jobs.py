@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
+from tests.e2e.lineage import rows
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.gate import Gate
 from tidegate.job import JobFolder, gate_folder
@@ -122,6 +123,12 @@ class RunningJob:
             assert self.process.returncode is None, f"the job ended with {self.process.returncode} before it was seen"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
+
+    async def until_trained(self, num_updates: int) -> None:
+        """Waits until so many optimizer updates are committed. On replicated servers an event that tells of one comes
+        late, and the next one may have replaced it by then."""
+        journal = self.folder.journal
+        await self.until_seen(lambda: journal.exists() and len(rows(journal)) >= num_updates)
 
     async def result(self) -> dict[str, Any]:
         """The result of the finished job. AssertionError, with its output, when it did not finish."""

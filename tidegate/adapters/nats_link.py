@@ -60,6 +60,9 @@ _STILL_AT_WORK = frozenset({10158, 10164, 10167})
 
 # One attempt of a call. A server answers within milliseconds; after this time the answer is lost and asked for again.
 _ATTEMPT_S = 2.0
+# A read is asked for again sooner, and then each time after twice as long. Any copy of a stream may answer it: a server
+# goes on giving one read in three to a server that it has lost, for a minute and more.
+_FIRST_READ_S = 0.25
 # After a deadline the answer to a message is waited for once more, and for longer: a disk may be slow.
 _LAST_ATTEMPT_S = 5.0
 _FIRST_RETRY_S = 0.05
@@ -297,15 +300,15 @@ class NatsLink:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         if timeout_s <= 0:
             there = {"batch": num, "no_wait": True, "max_bytes": _BATCH_BYTES}
-            return (await self._collect(subject, there, num=num, wait_s=0.0))[0]
+            return (await self._collect(subject, there, num=num))[0]
         while True:
             wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
             linger = {"batch": 1, "expires": int(wait_s * 1e9)}
-            messages, _ = await self._collect(subject, linger, num=1, wait_s=wait_s)
+            messages, _ = await self._collect(subject, linger, num=1, silence_s=wait_s + _ATTEMPT_S)
             # Take only what is there now: without `no_wait` the server would wait for a whole batch.
             if messages and num > 1:
                 rest = {"batch": num - 1, "no_wait": True, "max_bytes": _BATCH_BYTES}
-                messages += (await self._collect(subject, rest, num=num - 1, wait_s=0.0))[0]
+                messages += (await self._collect(subject, rest, num=num - 1))[0]
             if messages or loop.time() >= ends:
                 return messages
 
@@ -317,9 +320,13 @@ class NatsLink:
         """
         subject, request = f"$JS.API.DIRECT.GET.{stream}", {"seq": from_sequence, "batch": _READ_BATCH}
 
-        async def attempt(_: float) -> list[Msg]:
+        patience_s = _FIRST_READ_S
+
+        async def attempt(timeout_s: float) -> list[Msg]:
+            nonlocal patience_s
+            within_s, patience_s = min(patience_s, timeout_s), 2 * patience_s
             try:
-                came, status = await self._collect(subject, request, num=_READ_BATCH, wait_s=0.0)
+                came, status = await self._collect(subject, request, num=_READ_BATCH, silence_s=within_s)
             except NatsRefused as nobody:
                 await self.require_stream(stream)
                 raise _NoAnswerYet("the stream does not respond") from nobody
@@ -391,9 +398,12 @@ class NatsLink:
         return end
 
     async def _collect(
-        self, subject: str, request: Mapping[str, Any], *, num: int, wait_s: float
+        self, subject: str, request: Mapping[str, Any], *, num: int, silence_s: float = _ATTEMPT_S
     ) -> tuple[list[Msg], str | None]:
-        """The messages that answer one request, until the server's closing status or its silence; and that status."""
+        """The messages that answer one request, until the server's closing status or its silence; and that status.
+
+        `silence_s`: how long the next message is waited for.
+        """
         inbox = self._connection.new_inbox()
         began_s = asyncio.get_running_loop().time()
         messages: list[Msg] = []
@@ -403,7 +413,7 @@ class NatsLink:
             try:
                 await self._connection.publish(subject, json.dumps(request).encode(), reply=inbox)
                 while len(messages) < num:
-                    message = await subscription.next_msg(timeout=wait_s + _ATTEMPT_S)
+                    message = await subscription.next_msg(timeout=silence_s)
                     self._silent_since_s.pop(subject, None)
                     headers = message.headers or {}
                     status = headers.get("Status")
