@@ -13,7 +13,7 @@ import pytest
 from tests import effort
 from tests.contract.bus_bench import a_group
 from tests.replicated import Replicated, until
-from tidegate.adapters import subjects
+from tidegate.adapters import nats_bus, subjects
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, stored_sequence
 from tidegate.events import EventSource
@@ -116,6 +116,46 @@ async def test_a_message_that_its_server_still_works_on_is_waited_for(
     assert await link.next_on("LINK", "link", from_sequence=1) == (1, b"stored")
     assert await link.next_on("LINK", "link", from_sequence=2) is None
     await link.close()
+
+
+async def test_a_follower_sees_an_event_that_its_hint_came_before(
+    servers: Replicated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message is a hint as soon as it is sent. It can be read once its copies are there."""
+    monkeypatch.setattr(nats_bus, "_FOLLOW_S", 600.0)
+    any_bus = await NatsBus.connect(servers.nats_url, name="test")
+    await any_bus.streams.open_job(JOB)
+    await any_bus.close()
+    leader = await servers.leader_of(subjects.events_stream(JOB))
+    bus = await NatsBus.connect(servers.url_of_nats(int(leader[-1])), name="test")
+    source = EventSource("actor@n0", role=None, boot=1, now_ns=lambda: 1)
+    first, second = (source.event(events_pb2.Failed(message=each), job=JOB, incarnation=1) for each in "ab")
+    await bus.events.publish(first)
+    following = bus.events.read(JOB, follow=True)
+    assert (await anext(following))[1] == first
+    followers = [name for name in ("nats0", "nats1", "nats2") if name != leader]
+    for name in followers:
+        servers.freeze(name)
+    hinted, saw_nothing = asyncio.Event(), asyncio.Event()
+
+    async def on_hint(_: object) -> None:
+        hinted.set()
+
+    async def on_leader_asked(_: object) -> None:
+        saw_nothing.set()
+
+    await bus._link.subscribe(subjects.event_subject(JOB), on_hint)
+    await bus._link.subscribe(f"$JS.API.STREAM.MSG.GET.{subjects.events_stream(JOB)}", on_leader_asked)
+    publishing = asyncio.create_task(bus.events.publish(second))
+    await hinted.wait()
+    seeing = asyncio.ensure_future(anext(following))
+    await saw_nothing.wait()
+    for name in followers:
+        servers.thaw(name)
+    assert (await asyncio.wait_for(seeing, 30))[1] == second
+    await publishing
+    await following.aclose()
+    await bus.close()
 
 
 async def test_all_that_a_consumer_with_copies_sends_for_a_request_is_taken(servers: Replicated) -> None:

@@ -45,8 +45,11 @@ from tidegate.v1.events_pb2 import Event
 from tidegate.v1.samples_pb2 import SampleGroup
 
 _NS = 10**9
-# A follower that missed its hint reads again after this time.
+# A follower reads again after this time, in case that it missed a hint.
 _FOLLOW_S = 2.0
+# A hint may come before its event can be read, where the stream has copies. A follower reads again after this time, and
+# then each time after twice as long.
+_AFTER_HINT_S = 0.05
 # Groups that are read together: some have megabytes.
 _LOOKS_AT_ONCE = 16
 
@@ -206,8 +209,11 @@ class NatsEventLog:
 
         heard = (subjects.event_subject(job), subjects.figures(job)) if follow else ()
         subscriptions = [await self._link.subscribe(subject, hint) for subject in heard]
+        wait_s = _FOLLOW_S
         try:
             while follow or after_sequence < last:
+                if arrived.is_set():
+                    wait_s = _AFTER_HINT_S
                 arrived.clear()
                 page = await self._link.read(stream, from_sequence=after_sequence + 1)
                 for message in page:
@@ -220,7 +226,8 @@ class NatsEventLog:
                     return
                 if not page:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(arrived.wait(), _FOLLOW_S)
+                        await asyncio.wait_for(arrived.wait(), wait_s)
+                    wait_s = min(2 * wait_s, _FOLLOW_S)
         finally:
             for end in subscriptions:
                 await end()
