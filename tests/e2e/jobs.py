@@ -30,6 +30,7 @@ from tidegate.v1 import control_pb2
 from tidegate.v1.events_pb2 import Event
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+UPDATES_PER_ITERATION = 2
 _LOOK_AGAIN_S = 0.05
 """The pause between looks for things without an event: the endpoint file, the absence of a dead process."""
 
@@ -59,7 +60,7 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
             "iterations": 3,
             "prompts_per_iteration": 8,
             "group_size": 4,
-            "n_minibatches": 2,
+            "n_minibatches": UPDATES_PER_ITERATION,
             "max_new_tokens": 48,
             "kl_coefficient": 0.01,
         },
@@ -125,10 +126,13 @@ class RunningJob:
                 await asyncio.wait_for(self.process.wait(), _LOOK_AGAIN_S)
 
     async def until_trained(self, num_updates: int) -> None:
-        """Waits until so many optimizer updates are committed. On replicated servers an event that tells of one comes
-        late, and the next one may have replaced it by then."""
-        journal = self.folder.journal
-        await self.until_seen(lambda: journal.exists() and len(rows(journal)) >= num_updates)
+        """Waits until the journal has so many updates. On replicated servers an event that tells of one comes late, and
+        the next one may have replaced it by then."""
+        await self.until_seen(lambda: self.num_trained() >= num_updates)
+
+    def num_trained(self) -> int:
+        """The updates that the journal has."""
+        return len(rows(self.folder.journal)) if self.folder.journal.exists() else 0
 
     async def result(self) -> dict[str, Any]:
         """The result of the finished job. AssertionError, with its output, when it did not finish."""

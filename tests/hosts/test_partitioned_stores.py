@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import running, small_job
-from tests.e2e.lineage import rows
+from tests.e2e.jobs import UPDATES_PER_ITERATION, running, small_job
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once
 from tests.partitions import MACHINES, cut_off, switched
 from tests.replicated import Replicated, until
@@ -22,10 +21,8 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
 """As in tests/e2e/test_replicated_stores.py."""
-UPDATES = 2
-"""An iteration's."""
-MORE = 3 * UPDATES
-"""More than what was under way."""
+MORE = 3 * UPDATES_PER_ITERATION
+"""More updates than the iteration under way has, so that they take new messages."""
 SAMPLES = subjects.samples_stream(JobId("plain"))
 
 
@@ -58,7 +55,7 @@ async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
     async with running(job_on(servers), tmp_path) as job:
-        await job.until_trained(UPDATES + 1)
+        await job.until_trained(UPDATES_PER_ITERATION + 1)
         assert await term_of(servers) == 1
 
         async def is_over() -> bool:
@@ -72,7 +69,7 @@ async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
         with cut_off("valkey0"):
             await until(is_over)
             assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
-            await job.until_trained(len(rows(job.folder.journal)) + MORE)
+            await job.until_trained(job.num_trained() + MORE)
             assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
             assert await term_of(servers) == 2, "the new primary was adopted under a term of its own"
         await until(is_replica)
@@ -83,11 +80,11 @@ async def test_a_leader_of_streams_that_is_cut_off_takes_no_message_that_counts(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
     async with running(job_on(servers), tmp_path) as job:
-        await job.until_trained(UPDATES + 1)
+        await job.until_trained(UPDATES_PER_ITERATION + 1)
         leader = await servers.leader_of(SAMPLES)
         other = next(name for name in ("nats0", "nats1") if name != leader)
         with cut_off(leader):
-            await job.until_trained(len(rows(job.folder.journal)) + MORE)
+            await job.until_trained(job.num_trained() + MORE)
             assert (await servers.cluster_of(SAMPLES, asked=other)).leader not in (None, leader)
         assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
 

@@ -186,8 +186,12 @@ class NatsEventLog:
         return int(ack["seq"])
 
     async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
-        raws = await self._link.read(subjects.events_stream(job), from_sequence=after_sequence + 1)
-        return [(stored_sequence(raw), event) for raw in raws if (event := _read_event(job, raw)) is not None]
+        while raws := await self._link.read(subjects.events_stream(job), from_sequence=after_sequence + 1):
+            after_sequence = stored_sequence(raws[-1])
+            found = [(stored_sequence(raw), event) for raw in raws if (event := _read_event(job, raw)) is not None]
+            if found:
+                return found
+        return []
 
     async def last_sequence(self, job: JobId) -> int:
         return int((await self._link.require_stream(subjects.events_stream(job)))["state"]["last_seq"])

@@ -96,7 +96,7 @@ class NatsDeadLetters:
         )
 
     async def _find(self, job: JobId, dead_letter: int) -> Msg | None:
-        page = await self._link.read(subjects.dead_stream(job), from_sequence=dead_letter)
+        page = await self._link.read(subjects.dead_stream(job), from_sequence=dead_letter, num=1)
         return page[0] if page and stored_sequence(page[0]) == dead_letter else None
 
     async def _delete(self, job: JobId, dead_letter: int) -> None:

@@ -11,7 +11,7 @@ Time-outs, missing responders (a stream between two leaders), JetStream's 503 an
 Invariants:
 - The connection is kept up for good: only `close` closes it. [test_bus_server: go_on_after_the_server_was_killed]
 - The log has a lost connection, and no closed one. [test_nats_link: only_a_lost_connection_is_in_the_log]
-- A message that its server still works on is refused to nobody. [test_nats_cluster: still_works_on_is_waited_for]
+- No call ends as refused while its server still works on the message. [test_nats_cluster: still_works_on_is_waited_for]
 - A server that settles no call is left for another one. [test_partitioned_stores: a_leader_of_streams_that_is_cut_off]
 - A read leaves no message out, wherever the connection moves meanwhile. [test_nats_cluster: moves_leaves_nothing_out]
 - No error text carries a URL's credentials. [test_bus_server: named_without_its_password]
@@ -54,14 +54,16 @@ WRONG_LAST_SEQUENCE = 10071
 MAX_BYTES_EXCEEDED = 10077
 # The server sends these as 503, yet a repeat does not help.
 _DEFINITE_503 = frozenset({MAX_BYTES_EXCEEDED})
-# No 503, yet nothing is settled: the leader works on a message with this id, or on this subject, or has too much to do.
-# Such a message is often the first attempt of the same call.
-_STILL_AT_WORK = frozenset({10158, 10164, 10167})
+_ID_IN_PROCESS = 10158
+_SUBJECT_IN_PROCESS = 10164
+_TOO_MANY_REQUESTS = 10167
+# No 503, yet nothing is settled. The message that the leader works on is often the first attempt of the same call.
+_STILL_AT_WORK = frozenset({_ID_IN_PROCESS, _SUBJECT_IN_PROCESS, _TOO_MANY_REQUESTS})
 
 # One attempt of a call. A server answers within milliseconds; after this time the answer is lost and asked for again.
 _ATTEMPT_S = 2.0
-# A read is asked for again sooner, and then each time after twice as long. Any copy of a stream may answer it: a server
-# goes on giving one read in three to a server that it has lost, for a minute and more.
+# A read from several servers is asked for again sooner, and then each time after twice as long. Any copy of a stream
+# may answer it: for a minute and more a server gives one read in three to a server that it no longer reaches.
 _FIRST_READ_S = 0.25
 # After a deadline the answer to a message is waited for once more, and for longer: a disk may be slow.
 _LAST_ATTEMPT_S = 5.0
@@ -300,37 +302,49 @@ class NatsLink:
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         if timeout_s <= 0:
             there = {"batch": num, "no_wait": True, "max_bytes": _BATCH_BYTES}
-            return (await self._collect(subject, there, num=num))[0]
+            return await self._pull_once(subject, there, num=num)
         while True:
             wait_s = min(max(ends - loop.time(), _LEAST_WAIT_S), _LINGER_S)
             linger = {"batch": 1, "expires": int(wait_s * 1e9)}
-            messages, _ = await self._collect(subject, linger, num=1, silence_s=wait_s + _ATTEMPT_S)
+            messages = await self._pull_once(subject, linger, num=1, silence_s=wait_s + _ATTEMPT_S)
             # Take only what is there now: without `no_wait` the server would wait for a whole batch.
             if messages and num > 1:
                 rest = {"batch": num - 1, "no_wait": True, "max_bytes": _BATCH_BYTES}
-                messages += (await self._collect(subject, rest, num=num - 1))[0]
+                messages += await self._pull_once(subject, rest, num=num - 1)
             if messages or loop.time() >= ends:
                 return messages
 
-    async def read(self, stream: str, *, from_sequence: int) -> list[Msg]:
-        """The next stored messages without a gap, and without a consumer. Empty at the end. `stored_sequence` has the
-        place of each.
+    async def _pull_once(
+        self, subject: str, request: Mapping[str, Any], *, num: int, silence_s: float = _ATTEMPT_S
+    ) -> list[Msg]:
+        began_s = asyncio.get_running_loop().time()
+        messages, status = await self._collect(subject, request, num=num, silence_s=silence_s)
+        if messages or status is not None:
+            self._silent_since_s.pop(subject, None)
+        else:
+            await self._leave_silent_server(self._silent_since_s.setdefault(subject, began_s))
+        return messages
+
+    async def read(self, stream: str, *, from_sequence: int, num: int = _READ_BATCH) -> list[Msg]:
+        """The next stored messages, of which none is left out, without a consumer. An answer may have fewer than `num`
+        where there are more, and none only at the end. `stored_sequence` has the place of each.
 
         JobNotOpen without the stream. A stream that a restarted server has not opened again yet is waited for.
         """
-        subject, request = f"$JS.API.DIRECT.GET.{stream}", {"seq": from_sequence, "batch": _READ_BATCH}
-
-        patience_s = _FIRST_READ_S
+        subject = f"$JS.API.DIRECT.GET.{stream}"
+        # Some older servers find nothing where no subject is named and the first sequence itself is gone.
+        request = {"seq": from_sequence, "next_by_subj": ">", "batch": num}
+        patience_s = _FIRST_READ_S if self.num_servers > 1 else _ATTEMPT_S
 
         async def attempt(timeout_s: float) -> list[Msg]:
             nonlocal patience_s
             within_s, patience_s = min(patience_s, timeout_s), 2 * patience_s
             try:
-                came, status = await self._collect(subject, request, num=_READ_BATCH, silence_s=within_s)
+                came, status = await self._collect(subject, request, num=num, silence_s=within_s)
             except NatsRefused as nobody:
                 await self.require_stream(stream)
                 raise _NoAnswerYet("the stream does not respond") from nobody
-            if found := _up_to_a_gap(came):
+            if found := _up_to_one_lost(came):
                 return found
             if status != _NOTHING_THERE:
                 raise _NoAnswerYet("the answer is lost, or a part of it")
@@ -398,14 +412,13 @@ class NatsLink:
         return end
 
     async def _collect(
-        self, subject: str, request: Mapping[str, Any], *, num: int, silence_s: float = _ATTEMPT_S
+        self, subject: str, request: Mapping[str, Any], *, num: int, silence_s: float
     ) -> tuple[list[Msg], str | None]:
         """The messages that answer one request, until the server's closing status or its silence; and that status.
 
         `silence_s`: how long the next message is waited for.
         """
         inbox = self._connection.new_inbox()
-        began_s = asyncio.get_running_loop().time()
         messages: list[Msg] = []
         status: str | None = None
         try:
@@ -414,7 +427,6 @@ class NatsLink:
                 await self._connection.publish(subject, json.dumps(request).encode(), reply=inbox)
                 while len(messages) < num:
                     message = await subscription.next_msg(timeout=silence_s)
-                    self._silent_since_s.pop(subject, None)
                     headers = message.headers or {}
                     status = headers.get("Status")
                     if status == "503":
@@ -428,9 +440,8 @@ class NatsLink:
                     num = len(messages) if unsent is None else num - int(unsent)
             finally:
                 await subscription.unsubscribe()
-        except NatsTimeout:  # the server went away in between: return what came, the rest is delivered again
-            if not messages:
-                await self._leave_silent_server(self._silent_since_s.setdefault(subject, began_s))
+        except NatsTimeout:
+            pass  # the server went away in between: return what came, the rest is delivered again
         except NatsError as failure:
             raise BusUnavailable(f"NATS cannot be asked {subject}: {failure}") from failure
         return messages, status
@@ -512,8 +523,8 @@ def stored_sequence(message: Msg) -> int:
     return int((message.headers or {})["Nats-Sequence"])
 
 
-def _up_to_a_gap(messages: list[Msg]) -> list[Msg]:
-    """The first of an answer's messages, up to where one was lost: each names the one that was sent before it, or 0.
+def _up_to_one_lost(messages: list[Msg]) -> list[Msg]:
+    """An answer's messages before the first that was lost: each names the one that was sent before it, or 0.
 
     Where a connection moves to another server, what is under way to the first one is lost, and the rest may arrive.
     """

@@ -183,8 +183,8 @@ class EventLog(Protocol):
         ...
 
     async def page(self, job: JobId, *, after_sequence: int) -> list[tuple[int, Event]]:
-        """The next events that are there, with their sequences, as many as one answer holds. It consumes nothing, and
-        leaves out messages that cannot be decoded."""
+        """The next events that are there, with their sequences, as many as one answer holds; none where there are no
+        more. It consumes nothing, and leaves out messages that cannot be decoded."""
         ...
 
     async def last_sequence(self, job: JobId) -> int:
