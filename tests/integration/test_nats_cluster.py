@@ -14,7 +14,7 @@ import pytest
 
 from tests import effort
 from tests.contract.bus_bench import a_group
-from tests.replicated import Replicated, until
+from tests.replicated import NUM_SERVERS, Replicated, until
 from tidegate.adapters import nats_bus, nats_link, subjects
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.nats_link import WRONG_LAST_SEQUENCE, NatsLink, NatsRefused, stored_sequence
@@ -27,6 +27,10 @@ JOB = JobId("job")
 READS = 20
 MOVES = 40
 """One in ten leaves messages out where nobody looks for lost ones. test_nats_link has the sure case."""
+
+
+def all_but(server: str) -> list[str]:
+    return [name for name in (f"nats{number}" for number in range(NUM_SERVERS)) if name != server]
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ async def test_a_message_that_its_server_still_works_on_is_waited_for(
     await any_link.close()
     leader = await servers.leader_of("LINK")
     link = await NatsLink.connect(servers.url_of_nats(int(leader[-1])), name="test", deadline_s=30.0)
-    followers = [name for name in ("nats0", "nats1", "nats2") if name != leader]
+    followers = all_but(leader)
     for name in followers:
         servers.freeze(name)
     answers = link._connection.stats["in_msgs"]
@@ -132,7 +136,7 @@ async def test_a_read_that_was_given_to_a_server_that_is_gone_is_asked_for_again
     await link.publish("link", b"stored", stream="LINK")
     await link.close()
     gone = await servers.leader_of("LINK")
-    others = [name for name in ("nats0", "nats1", "nats2") if name != gone]
+    others = all_but(gone)
     servers.freeze(gone)
 
     async def is_led_anew() -> bool:
@@ -165,7 +169,7 @@ async def test_a_follower_sees_an_event_that_its_hint_came_before(
     await bus.events.publish(first)
     following = bus.events.read(JOB, follow=True)
     assert (await anext(following))[1] == first
-    followers = [name for name in ("nats0", "nats1", "nats2") if name != leader]
+    followers = all_but(leader)
     for name in followers:
         servers.freeze(name)
     hinted, saw_nothing = asyncio.Event(), asyncio.Event()
