@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from services.node.job_memories import MARK
 from services.node.machine import MachineServicer
@@ -99,6 +102,16 @@ class Lab:
         found = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         self.stand_ins.append(found)
         return found
+
+
+def programs_of(agent: psutil.Process) -> list[psutil.Process]:
+    """What an agent started: until its exec a child has the words of its parent."""
+    found = []
+    for each in agent.children():
+        with suppress(psutil.Error):  # it has just ended
+            words = each.cmdline()
+            found += [each] if "-c" in words and words != agent.cmdline() else []
+    return found
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from services.node import machine
 from services.node.job_memories import MARK
 from services.node.machine import MachineServicer
-from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, requests, until
+from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, programs_of, requests, until
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CREDENTIAL, Authority
@@ -60,11 +60,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
 
 def programs() -> list[psutil.Process]:
     """The agent runs in this process: what it started is a child of it."""
-    found = []
-    for each in psutil.Process().children():
-        with suppress(psutil.Error):  # it has just ended
-            found += [each] if "-c" in each.cmdline() else []
-    return found
+    return programs_of(psutil.Process())
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])

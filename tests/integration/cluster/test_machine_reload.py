@@ -22,7 +22,7 @@ from cli.command import execute
 from services.node import machine
 from services.node.job_memories import JobMemories
 from services.scheduler.cluster.loop import LOST_AFTER_S
-from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, until
+from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, programs_of, until
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster import keepers
@@ -97,11 +97,7 @@ class Agent:
 
     def programs(self) -> list[psutil.Process]:
         assert self.process is not None
-        found = []
-        for each in psutil.Process(self.process.pid).children():
-            with suppress(psutil.Error):  # it has just ended
-                found += [each] if each.cmdline()[1:2] == ["-c"] else []
-        return found
+        return programs_of(psutil.Process(self.process.pid))
 
 
 @pytest.fixture
