@@ -37,7 +37,8 @@ from tidegate.events import EventBody, EventSource
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancellation import end_task
-from tidegate.runtime.service import attach_when_adopted, connect_bus, connect_store
+from tidegate.runtime.host import attach_when_adopted
+from tidegate.runtime.service import connect_bus, connect_store
 from tidegate.types import GpuId, Grant, JobId, Layout, NodeId, Role, SampleId, instance_id
 from tidegate.v1 import commands_pb2, commands_pb2_grpc, events_pb2, types_pb2
 
@@ -265,7 +266,8 @@ class Leads:
 async def leads(config: JobConfig, *, works_s: float) -> AsyncIterator[Leads]:
     """Leads that serve and have submitted the job, once a scheduler has adopted the store."""
     bus = await connect_bus(config, name="leads")
-    store = await attach_when_adopted(connect_store(config))
+    store = connect_store(config)
+    await attach_when_adopted(store)
     made = Leads(config, bus, store, works_s=works_s)
     commands = commands_pb2.DESCRIPTOR.services_by_name["Component"]
     tls = Credentials(credential_folder(Path(config.runtime.host_memory_root), Party.JOB))

@@ -24,7 +24,8 @@ from tidegate.types import LOOPBACK
 
 PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.05
-DOWN_AFTER_MS = 1000
+DOWN_AFTER_MS = 2000
+"""Two of a Sentinel's pings. After one alone it may take a new primary for dead that has not answered it yet."""
 NUM_SERVERS = 3
 PRIMARY = "tidegate"
 

@@ -11,6 +11,8 @@ Invariants:
 - A repeat gets the stored result and is not worked on again. [test_component: sent_again_gets_the_stored_answer]
 - A stored command is worked on, also where its caller dies or the store's answer is lost meanwhile.
   [test_component: whose_caller_dies] [test_component: whose_storing_has_an_unknown_outcome]
+- The first command after the store has failed over is taken, once the store is adopted again.
+  [test_component: first_after_a_failover]
 - A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
 - A command that cannot be decoded is answered INVALID_ARGUMENT, and changes nothing.
   [test_fuzzed_requests: command_of_any_fields]
@@ -28,6 +30,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tidegate.codec import check_parts, check_plan, require
+from tidegate.ownership.records import StoreNotAdopted
 from tidegate.ports.store import CommandLog
 from tidegate.runtime.host import ComponentHost
 from tidegate.runtime.lead import Command, CommandRefused, Lead
@@ -38,7 +41,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ComponentServicer(commands_pb2_grpc.ComponentServicer):
-    """See the module head."""
+    """See the module head. `log`: of the host's client of the store."""
 
     def __init__(self, job: JobId, host: Callable[[], ComponentHost], log: CommandLog) -> None:
         self._job = job
@@ -108,7 +111,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         check_parts(command)
         if header.job != self._job:
             return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
-        stored = await self._log.recall(self._job, CommandId(header.id))
+        stored = await self._recall(CommandId(header.id))
         if stored is not None:
             with suppress(CommandRefused):
                 self._host().lead_for(header.lead_epoch, header.incarnation).repeated(command)
@@ -124,6 +127,13 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         storing.add_done_callback(self._storing.discard)
         await asyncio.shield(storing)
         return _ACCEPTED
+
+    async def _recall(self, command: CommandId) -> bytes | None:
+        try:
+            return await self._log.recall(self._job, command)
+        except StoreNotAdopted:
+            await self._host().attach()
+            return await self._log.recall(self._job, command)
 
     async def _store_and_take(self, lead: Lead, command: Command) -> None:
         await self._log.remember(self._job, CommandId(command.header.id), _ACCEPTED.SerializeToString())

@@ -8,6 +8,9 @@ Order of a start:
 5. the campaign for the lead, which goes on as long as the instance lives.
 
 Invariants:
+- An instance notices at the first call of a command or of its own that the store has failed over. It attaches as soon
+  as the store is adopted again, and renews at once. [test_host: store_is_joined_at_once]
+  [test_component: first_after_a_failover]
 - An instance whose lease may have lapsed joins again, because the scheduler may have counted it as lost.
   [test_host: lease_lapsed_joins_again]
 - While another instance leads, commands are refused. [test_host: while_another_leads_commands_are_refused]
@@ -28,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,8 +48,19 @@ from tidegate.types import Grant, InstanceId, JobId, Role
 from tidegate.v1 import events_pb2
 
 LEAVE_TIMEOUT_S = 2.0
+ADOPTION_POLL_S = 0.1
 _CAMPAIGNS_PER_TTL = 3
 """Two renewals may fail before the lease is gone."""
+
+
+async def attach_when_adopted(store: StoreIdentity) -> None:
+    """Attaches to the store as soon as it answers and somebody has adopted it."""
+    while True:
+        try:
+            await store.attach()
+            return
+        except (StoreNotAdopted, StoreUnavailable):
+            await asyncio.sleep(ADOPTION_POLL_S)
 
 
 class Keeper(Leases, Leads, StoreIdentity, Protocol):
@@ -91,6 +106,8 @@ class ComponentHost:
         self._leads_until_s = 0.0
         """By this clock the epoch is over then, unless it is renewed: its last request is at most one TTL old."""
         self._incarnation = 0
+        self._is_due = asyncio.Event()
+        """The lease and the lead are renewed now."""
         self._log = structlog.get_logger("host")
 
     def lead_for(self, epoch: int, incarnation: int) -> Lead:
@@ -103,6 +120,13 @@ class ComponentHost:
             )
         self._incarnation = max(self._incarnation, incarnation)
         return self._lead
+
+    async def attach(self) -> None:
+        """Attaches the instance's client of the store, which was refused, to the store under its present term.
+
+        StoreNotAdopted, StoreUnavailable: it is not open yet."""
+        await self._store.attach()
+        self._is_due.set()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Joins, keeps the lease and campaigns. Leaves in order once `stopping` is set."""
@@ -151,15 +175,20 @@ class ComponentHost:
 
     async def _beat(self) -> None:
         while True:
+            self._is_due.clear()
             try:
                 await self._renew()
                 await self._campaign()
-            except StoreNotAdopted:
-                await self._attach()
+            except StoreNotAdopted as error:
+                self._log.warning("waiting for adoption", error=str(error))
+                await asyncio.sleep(ADOPTION_POLL_S)  # so that servers that answer by turns are not asked without end
+                await attach_when_adopted(self._store)
+                continue
             except StoreUnavailable as error:
                 # The workers go on without a renewal: a lease detects and grants nothing.
                 self._log.warning("no answer", error=str(error))
-            await asyncio.sleep(self._beat_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_due.wait(), self._beat_s)
 
     async def _renew(self) -> None:
         # Without an answer it is unknown whether the lease lapsed. To join once too often changes nothing.
@@ -220,12 +249,6 @@ class ComponentHost:
         except (StoreUnavailable, StoreNotAdopted, TimeoutError) as error:
             # The job's servers may go first. The lease then expires by itself.
             self._log.warning("left without a word", error=str(error))
-
-    async def _attach(self) -> None:
-        try:
-            await self._store.attach()
-        except (StoreNotAdopted, StoreUnavailable) as error:
-            self._log.warning("waiting for adoption", error=str(error))
 
     async def _publish(
         self, body: events_pb2.InstanceJoined | events_pb2.InstanceLost | events_pb2.LeadElected | events_pb2.Failed

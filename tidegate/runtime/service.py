@@ -37,13 +37,12 @@ from tidegate.events import EventSource
 from tidegate.gate import Gate
 from tidegate.job import JobFolder, gate_folder, load_job, snapshot_root
 from tidegate.logs import configure_logging
-from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.bus import BusLimits, StreamFull
 from tidegate.ports.store import Store
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.component import ComponentServicer
 from tidegate.runtime.crew import Crew, InstancePort
-from tidegate.runtime.host import ComponentHost, Seat
+from tidegate.runtime.host import ComponentHost, Seat, attach_when_adopted
 from tidegate.runtime.instance import STATUSES, InstanceServicer, LocalInstance, WeightsServicer
 from tidegate.runtime.launch import WorkerLauncher
 from tidegate.runtime.lead import Lead, LeadTools
@@ -58,7 +57,6 @@ from tidegate.v1 import commands_pb2, commands_pb2_grpc, instance_pb2, instance_
 
 FORKSERVER_TIMEOUT_S = 60.0
 """The import of torch and megatron takes 4 s alone on a core, and several times that on a busy machine."""
-ADOPTION_POLL_S = 0.1
 STOP_GRACE_S = 1.0
 
 
@@ -145,16 +143,6 @@ def connect_store(config: JobConfig, party: Party = Party.SCHEDULER) -> Store:
     return redis_store(servers.redis_url, credential=credential, num_replicas=servers.redis_replicas)
 
 
-async def attach_when_adopted(store: Store) -> Store:
-    """Attaches to the store once the scheduler has adopted it."""
-    while True:
-        try:
-            await store.attach()
-            return store
-        except (StoreNotAdopted, StoreUnavailable):
-            await asyncio.sleep(ADOPTION_POLL_S)
-
-
 class _Instance:
     def __init__(
         self, role: Role, arguments: Arguments, *, worker_entry: str, make_lead: Callable[[LeadTools], Lead]
@@ -178,8 +166,9 @@ class _Instance:
         async with contextlib.AsyncExitStack() as closing:
             bus = await connect_bus(config, name=self._name, party=Party.JOB)
             closing.push_async_callback(bus.close)
-            store: Store = await attach_when_adopted(connect_store(config, Party.JOB))
+            store = connect_store(config, Party.JOB)
             closing.push_async_callback(store.aclose)
+            await attach_when_adopted(store)
             boot = await store.next_boot(self._job_id, self._name)
             source = EventSource(self._name, role=self._role, boot=boot, now_ns=time.time_ns)
             announcer = Announcer(bus.events, source, self._job_id)

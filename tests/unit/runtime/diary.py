@@ -146,7 +146,7 @@ class Hosting:
         await store.attach()
         return store
 
-    def start(self, node: NodeId = NODES[0], *, boot: int = 1) -> ComponentHost:
+    def start(self, node: NodeId = NODES[0], *, boot: int = 1, beat_s: float = LEAD_TTL_MS / 3000) -> ComponentHost:
         name = instance_id(ROLE, node)
         seat = Seat(JOB, ROLE, name, boot, f"at-{node}")
         source = EventSource(name, role=ROLE, boot=100 + boot, now_ns=lambda: 0)
@@ -154,7 +154,7 @@ class Hosting:
             seat,
             store=self.store,
             announcer=Announcer(self.bench.bus.events, source, JOB),
-            times=RuntimeSection(lead_ttl_s=LEAD_TTL_MS / 1000, lease_ttl_s=LEASE_TTL_MS / 1000),
+            times=RuntimeSection(lead_ttl_s=3 * beat_s, lease_ttl_s=6 * beat_s),
             make_lead=self.bench.new_lead,
             gates=self._gates,
             now_s=lambda: self.now_s,

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.component_bench import JOB, NODES, snapshot
-from tests.unit.runtime.diary import LEAD_TTL_MS, ROLE
+from tests.unit.runtime.diary import LEAD_TTL_MS, ROLE, WatchedStore, no_gates
 from tests.unit.runtime.served_component import served
 from tidegate.adapters.cell_store import COUNTS_PER_TERM
+from tidegate.ownership.adoption import adopt
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.types import CommandId, instance_id
 from tidegate.v1 import commands_pb2
@@ -54,6 +55,19 @@ async def test_a_command_whose_storing_has_an_unknown_outcome_is_worked_on_once_
         assert [(await of.send(request)).accepted for _ in range(2)] == [True, True]
         assert (await of.send(of.load(2))).accepted
         await of.until("supersede", "load 1", "load 2")
+
+
+async def test_the_first_after_a_failover_of_the_store_is_taken_and_renews_at_once(tmp_path: Path) -> None:
+    async with served(tmp_path, beat_s=1000) as of:
+        hosted = of.hosted
+        seen = hosted.store.num_renewals
+        hosted.server.restart()
+        with pytest.raises(PeerRefused, match="adopt it first"):
+            await of.send(of.load(1))
+        await adopt(WatchedStore(hosted.server, hosted.bench.changes), hosted.bench.bus.term, no_gates)
+        assert (await of.send(of.load(1))).accepted
+        await of.until("supersede", "load 1")
+        await hosted.bench.changes.until(lambda: hosted.store.num_renewals > seen)
 
 
 async def test_a_command_sent_again_brings_the_present_addresses(tmp_path: Path) -> None:

@@ -219,6 +219,17 @@ async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_pat
         host.lead_for(epoch, incarnation=1)
 
 
+async def test_a_store_is_joined_at_once_when_it_is_adopted(tmp_path: Path) -> None:
+    async with hosting(tmp_path) as of:
+        of.server.restart()
+        of.store.is_away_when_attached_to = True
+        of.start(beat_s=1000)
+        await of.refused()
+        await adopt(WatchedStore(of.server, of.bench.changes), of.bench.bus.term, no_gates)
+        of.store.is_away_when_attached_to = False
+        await of.elected()
+
+
 async def test_an_instance_whose_lease_lapsed_joins_again(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start(boot=2)
