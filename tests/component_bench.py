@@ -257,6 +257,7 @@ class Bench(Generic[L, W]):
             incarnation=incarnation,
             transition_id=transition,
             lead_epoch=COUNTS_PER_TERM + len(self.leads),
+            term=1,
             instances=[
                 commands_pb2.InstanceAddress(instance=instance_id(self.role, node), endpoint=f"at-{node}", boot=1)
                 for node in self.instances

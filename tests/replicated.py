@@ -19,6 +19,7 @@ from nats.js.api import ClusterInfo
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from tidegate.adapters.redis_store import redis_store
 from tidegate.runtime.server_kinds import MAX_PAYLOAD_BYTES, NATS, VALKEY, packaged_binary
 from tidegate.types import LOOPBACK
 
@@ -135,6 +136,16 @@ class Replicated:
         async with self.client_of(f"sentinel{NUM_SERVERS - 1}") as sentinel:
             _, port = cast(tuple[str, int], await sentinel.sentinel_get_master_addr_by_name(PRIMARY))
         return f"valkey{self.valkey.index(int(port))}"
+
+    async def term(self) -> int:
+        """That of the store on the primary, which is open."""
+        store = redis_store(self.redis_url)
+        try:
+            found = await store.identity()
+        finally:
+            await store.aclose()
+        assert found.is_open
+        return found.term
 
     async def history(self, name: str) -> tuple[str, str, int]:
         """The role of a valkey, and which writes it has: the id of their stream, and how far it has that."""

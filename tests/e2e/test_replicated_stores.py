@@ -12,7 +12,6 @@ from tests.e2e.jobs import UPDATES_PER_ITERATION, running, small_job
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.replicated import Replicated
 from tidegate.adapters import subjects
-from tidegate.adapters.redis_store import redis_store
 from tidegate.types import JobId
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -41,8 +40,4 @@ async def test_the_deaths_of_a_primary_and_of_a_leader_of_streams_change_no_weig
         assert trained_draws(job.folder.journal) == DRAWS
         assert (summary["lost"], summary["duplicates"], summary["samples_trained"]) == (0, 0, DRAWS.total())
         assert summary["weights_checksum"] == want_checksum
-    store = redis_store(servers.redis_url)
-    found = await store.identity()
-    await store.aclose()
-    assert found.is_open
-    assert found.term == 2, "the new primary was adopted under a term of its own"
+    assert await servers.term() > 1, "the new primary was adopted under a term of its own"

@@ -14,7 +14,6 @@ from tests.partitions import MACHINES, cut_off, switched
 from tests.replicated import Replicated, until
 from tests.two_machines import are_possible
 from tidegate.adapters import subjects
-from tidegate.adapters.redis_store import redis_store
 from tidegate.types import JobId
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
@@ -40,23 +39,12 @@ def job_on(servers: Replicated) -> dict[str, object]:
     return small_job("plain", servers=urls, runtime=TIMES, algorithm__iterations=ITERATIONS)
 
 
-async def term_of(servers: Replicated) -> int:
-    """That of the store which the Sentinels name, and which is open."""
-    store = redis_store(servers.redis_url)
-    try:
-        found = await store.identity()
-    finally:
-        await store.aclose()
-    assert found.is_open
-    return found.term
-
-
 async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
     async with running(job_on(servers), tmp_path) as job:
         await job.until_trained(UPDATES_PER_ITERATION + 1)
-        assert await term_of(servers) == 1
+        assert await servers.term() == 1
 
         async def is_over() -> bool:
             return await servers.primary() != "valkey0"
@@ -71,7 +59,7 @@ async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
             assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
             await job.until_trained(job.num_trained() + MORE)
             assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
-            assert await term_of(servers) == 2, "the new primary was adopted under a term of its own"
+            assert await servers.term() == 2, "the new primary was adopted under a term of its own"
         await until(is_replica)
         assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
 

@@ -146,6 +146,7 @@ def test_a_command_of_any_fields_is_taken_whole_or_refused_and_not_stored(
     bench, store = component.hosted.bench, component.hosted.store
     header = bench.header(incarnation=1)
     request.header.job, request.header.lead_epoch, request.header.incarnation = JOB, header.lead_epoch, 1
+    request.header.term = header.term
     request.header.id = f"{header.id}/{request.header.id[:8]}".replace("\0", "")
     # What a lead does with a command is not asked here: it would dial the addresses.
     request.header.ClearField("instances")

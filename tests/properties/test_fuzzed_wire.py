@@ -96,7 +96,7 @@ def test_an_event_of_any_bytes_is_refused_or_leads_to_a_legal_state(payload: byt
     for command in made.decided.commands:
         # The fake cluster's snapshots are no messages of the wire.
         if isinstance(command, cmd.LeadCommand) and state.job == WIRE_JOB:
-            assert encode_command(command, config_json=after.config_json)
+            assert encode_command(command, config_json=after.config_json, term=1)
 
 
 def after_all(state: ClusterState, event: ev.Event) -> ev.Event:

@@ -65,6 +65,10 @@ class CellStore:
     async def aclose(self) -> None:
         await self._cells.aclose()
 
+    @property
+    def term(self) -> int:
+        return self._attached().term
+
     async def identity(self) -> Identity:
         return await self._repeated(self._cells.identity)
 

@@ -288,6 +288,11 @@ class JobRegistry(Protocol):
 
 
 class StoreIdentity(Protocol):
+    @property
+    def term(self) -> int:
+        """The one that the last `attach` noted. StoreNotAdopted where there was none."""
+        ...
+
     async def identity(self) -> Identity: ...
 
     async def attach(self) -> Identity:

@@ -11,8 +11,9 @@ Invariants:
 - A repeat gets the stored result and is not worked on again. [test_component: sent_again_gets_the_stored_answer]
 - A stored command is worked on, also where its caller dies or the store's answer is lost meanwhile.
   [test_component: whose_caller_dies] [test_component: whose_storing_has_an_unknown_outcome]
-- The first command after the store has failed over is taken, once the store is adopted again.
+- A command that comes to a store that has failed over waits until it is adopted again.
   [test_component: first_after_a_failover]
+- A command that was decided before a failover is refused after it. [test_component: decided_before_a_failover]
 - A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
 - A command that cannot be decoded is answered INVALID_ARGUMENT, and changes nothing.
   [test_fuzzed_requests: command_of_any_fields]
@@ -41,7 +42,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ComponentServicer(commands_pb2_grpc.ComponentServicer):
-    """See the module head. `log`: of the host's client of the store."""
+    """See the module head. `log`: the host's own client of the store."""
 
     def __init__(self, job: JobId, host: Callable[[], ComponentHost], log: CommandLog) -> None:
         self._job = job
@@ -107,17 +108,17 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
     async def _accept_once(self, command: Command) -> commands_pb2.CommandResult:
         header = command.header
         require(command, "header")
-        require(header, "id", "job", "lead_epoch")
+        require(header, "id", "job", "lead_epoch", "term")
         check_parts(command)
         if header.job != self._job:
             return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
         stored = await self._recall(CommandId(header.id))
         if stored is not None:
             with suppress(CommandRefused):
-                self._host().lead_for(header.lead_epoch, header.incarnation).repeated(command)
+                self._host().lead_for(header).repeated(command)
             return commands_pb2.CommandResult.FromString(stored)
         try:
-            lead = self._host().lead_for(header.lead_epoch, header.incarnation)
+            lead = self._host().lead_for(header)
             lead.check(command)
         except CommandRefused as refusal:
             return _refused(str(refusal))
@@ -132,7 +133,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         try:
             return await self._log.recall(self._job, command)
         except StoreNotAdopted:
-            await self._host().attach()
+            await self._host().renewed()
             return await self._log.recall(self._job, command)
 
     async def _store_and_take(self, lead: Lead, command: Command) -> None:

@@ -8,9 +8,9 @@ Order of a start:
 5. the campaign for the lead, which goes on as long as the instance lives.
 
 Invariants:
-- An instance notices at the first call of a command or of its own that the store has failed over. It attaches as soon
-  as the store is adopted again, and renews at once. [test_host: store_is_joined_at_once]
-  [test_component: first_after_a_failover]
+- An instance that the store refuses after a failover or a restart joins again as soon as the store is adopted.
+  [test_host: store_is_joined_at_once] [test_component: first_after_a_failover]
+- A command that was decided before that is refused. [test_component: decided_before_a_failover]
 - An instance whose lease may have lapsed joins again, because the scheduler may have counted it as lost.
   [test_host: lease_lapsed_joins_again]
 - While another instance leads, commands are refused. [test_host: while_another_leads_commands_are_refused]
@@ -45,7 +45,7 @@ from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.cancellation import end_task
 from tidegate.runtime.lead import CommandRefused, Lead
 from tidegate.types import Grant, InstanceId, JobId, Role
-from tidegate.v1 import events_pb2
+from tidegate.v1 import commands_pb2, events_pb2
 
 LEAVE_TIMEOUT_S = 2.0
 ADOPTION_POLL_S = 0.1
@@ -107,26 +107,32 @@ class ComponentHost:
         """By this clock the epoch is over then, unless it is renewed: its last request is at most one TTL old."""
         self._incarnation = 0
         self._is_due = asyncio.Event()
-        """The lease and the lead are renewed now."""
+        """Set: renew now."""
+        self._renewed = asyncio.Event()
+        """Set, and replaced, by each renewal."""
         self._log = structlog.get_logger("host")
 
-    def lead_for(self, epoch: int, incarnation: int) -> Lead:
-        """The lead that takes a command of this epoch. CommandRefused when this instance does not lead under it."""
+    def lead_for(self, header: commands_pb2.CommandHeader) -> Lead:
+        """The lead that takes the command. CommandRefused when this instance does not lead under its epoch, or when
+        the store is under another term than the command's."""
+        epoch, term = header.lead_epoch, self._store.term
         if self._lead is None or self._record is None:
             raise CommandRefused(f"{self._seat.instance} does not lead {self._seat.role}; send it to its lead")
         if epoch != self._record.epoch:
             raise CommandRefused(
                 f"the command is for epoch {epoch}, {self._seat.instance} leads under {self._record.epoch}"
             )
-        self._incarnation = max(self._incarnation, incarnation)
+        if header.term != term:
+            raise CommandRefused(f"the command is for term {header.term} of the store, which is under {term} now")
+        self._incarnation = max(self._incarnation, header.incarnation)
         return self._lead
 
-    async def attach(self) -> None:
-        """Attaches the instance's client of the store, which was refused, to the store under its present term.
-
-        StoreNotAdopted, StoreUnavailable: it is not open yet."""
-        await self._store.attach()
+    async def renewed(self) -> None:
+        """Renews the lease and the lead now. Where the store refuses that, waits until it is adopted and this instance
+        has joined again."""
+        renewed = self._renewed
         self._is_due.set()
+        await renewed.wait()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Joins, keeps the lease and campaigns. Leaves in order once `stopping` is set."""
@@ -179,9 +185,12 @@ class ComponentHost:
             try:
                 await self._renew()
                 await self._campaign()
+                self._renewed.set()
+                self._renewed = asyncio.Event()
             except StoreNotAdopted as error:
                 self._log.warning("waiting for adoption", error=str(error))
-                await asyncio.sleep(ADOPTION_POLL_S)  # so that servers that answer by turns are not asked without end
+                # First a pause: where the store refuses again after attaching, it is not asked without end.
+                await asyncio.sleep(ADOPTION_POLL_S)
                 await attach_when_adopted(self._store)
                 continue
             except StoreUnavailable as error:

@@ -58,6 +58,7 @@ class CommandHeader(_message.Message):
     LEAD_EPOCH_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Derived from (transition or iteration, step, component, lead epoch)."""
     job: _builtins.str
@@ -67,6 +68,10 @@ class CommandHeader(_message.Message):
     """By the store's clock. After it, the scheduler issues the command again if it has not seen the effect."""
     lead_epoch: _builtins.int
     """A lead of another epoch refuses the command."""
+    term: _builtins.int
+    """The term of the store under which it was decided. A lead whose store is under another refuses the command: the gates
+    were asked since, and it would change what they told.
+    """
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceAddress]:
         """The component's living instances, so that the lead can reach them, and its members in rank order, both as the
@@ -86,10 +91,11 @@ class CommandHeader(_message.Message):
         lead_epoch: _builtins.int = ...,
         instances: _abc.Iterable[Global___InstanceAddress] | None = ...,
         members: _abc.Iterable[_types_pb2.Grant] | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "id", b"id", "incarnation", b"incarnation", "instances", b"instances", "job", b"job", "lead_epoch", b"lead_epoch", "members", b"members", "transition_id", b"transition_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_unix_ms", b"deadline_unix_ms", "id", b"id", "incarnation", b"incarnation", "instances", b"instances", "job", b"job", "lead_epoch", b"lead_epoch", "members", b"members", "term", b"term", "transition_id", b"transition_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ recorded history contains it.
 Invariants:
 - A store operation that loses a race changes nothing and is not an error: the next decision starts from the new
   records of the store. [test_issuer: lost_a_race_changes_nothing]
+- A command to a lead has the store's term at that time. [test_issuer: term_under_which_it_was_issued]
 - A peer that does not answer delays nothing else. [test_issuer: silent_lead_holds_nobody_up]
 """
 
@@ -65,7 +66,8 @@ class Issuer:
         """Begin the command. A store operation is done when this returns."""
         match command:
             case _ if isinstance(command, cmd.LeadCommand):
-                self._begin(self._to_lead(command, state))
+                request = encode_command(command, config_json=state.config_json, term=self._store.term)
+                self._begin(self._to_lead(command, request, state))
             case cmd.AskGate():
                 self._begin(self._to_gate(command, state))
             case cmd.Await() | cmd.StopJob() | cmd.FinishJob():
@@ -84,9 +86,8 @@ class Issuer:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _to_lead(self, command: cmd.LeadCommand, state: ClusterState) -> None:
+    async def _to_lead(self, command: cmd.LeadCommand, request: Request, state: ClusterState) -> None:
         header = command.header
-        request = encode_command(command, config_json=state.config_json)
         try:
             result = await self._send(header.endpoint, request, CALL_TIMEOUT_S)
         except ConnectionError as error:

@@ -25,9 +25,9 @@ Request: TypeAlias = (
 )
 
 
-def encode_command(command: cmd.LeadCommand, *, config_json: str) -> Request:
-    """`config_json` is the job's resolved config. A scale-up carries it to the component."""
-    header = _header(command.header)
+def encode_command(command: cmd.LeadCommand, *, config_json: str, term: int) -> Request:
+    """`config_json` is the job's resolved config. A scale-up carries it to the component. `term`: of the store."""
+    header = _header(command.header, term)
     match command:
         case cmd.ScaleUp():
             return commands_pb2.ScaleUpRequest(
@@ -89,7 +89,7 @@ def _encode_amid_iteration(
             return commands_pb2.OrderGroupsRequest(header=header, iteration=command.iteration, groups=command.groups)
 
 
-def _header(header: cmd.Header) -> commands_pb2.CommandHeader:
+def _header(header: cmd.Header, term: int) -> commands_pb2.CommandHeader:
     return commands_pb2.CommandHeader(
         id=header.id,
         job=header.job,
@@ -102,6 +102,7 @@ def _header(header: cmd.Header) -> commands_pb2.CommandHeader:
             for each in header.instances
         ],
         members=encode_grants(header.members),
+        term=term,
     )
 
 

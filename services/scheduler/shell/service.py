@@ -134,8 +134,6 @@ class SchedulerService:
         self._other_version = asyncio.Event()
         """Set, and replaced, with each state of another version, and at the end."""
         self._written = JobState(payload=b"", write=0, version=0)
-        self._term = 0
-        """The term under which the store is open."""
         self._looked_at: tuple[object, object] = (None, None)
         """The instances and the job whose gates' tokens the store has, as the state has them."""
         self._missed: tuple[ev.Event, ...] = ()
@@ -234,9 +232,10 @@ class SchedulerService:
         that told of none are not looked at again."""
         if state.spec is None or (state.instances is self._looked_at[0] and state.spec is self._looked_at[1]):
             return 0
-        lost_term = state.lost_term(self._term)
+        store = self._ports.store
+        lost_term = state.lost_term(store.term)
         if lost_term:
-            lost_term = state.lost_term(self._term, records=await self._ports.store.gpus())
+            lost_term = state.lost_term(store.term, records=await store.gpus())
         if not lost_term:
             self._looked_at = (state.instances, state.spec)
         return lost_term
@@ -280,7 +279,6 @@ class SchedulerService:
         # Read before the state: what is acknowledged by now, a state that was written by now holds.
         acknowledged = await self._ports.consumer.acknowledged()
         found = await self._ports.store.load(self._job)
-        self._term = (await self._ports.store.identity()).term
         self._written = found or JobState(payload=b"", write=0, version=0)
         state = decode_state(found.payload) if found else ClusterState(job=self._job)
         copy = await self._ports.copies.newest(self._job)
@@ -408,8 +406,7 @@ class SchedulerService:
         """`state` names the instances whose gates can be asked."""
         ports = self._ports
         try:
-            opened = await ports.adopt(lambda: ports.ask_gates(state), least_term=least_term)
-            self._term = opened.term
+            await ports.adopt(lambda: ports.ask_gates(state), least_term=least_term)
             self._looked_at = (None, None)
         except (StoreNotAdopted, StoreUnavailable, BusUnavailable, VersionConflict) as error:
             # The store or the bus failed again meanwhile.

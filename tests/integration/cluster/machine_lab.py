@@ -106,11 +106,11 @@ class Lab:
 
 def programs_of(agent: psutil.Process) -> list[psutil.Process]:
     """What an agent started: until its exec a child has the words of its parent."""
-    found = []
+    found, own = [], agent.cmdline()
     for each in agent.children():
         with suppress(psutil.Error):  # it has just ended
             words = each.cmdline()
-            found += [each] if "-c" in words and words != agent.cmdline() else []
+            found += [each] if "-c" in words and words != own else []
     return found
 
 

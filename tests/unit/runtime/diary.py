@@ -15,7 +15,7 @@ from tidegate.config.sections.job import RuntimeSection
 from tidegate.events import EventSource
 from tidegate.job import Job
 from tidegate.ownership.adoption import adopt
-from tidegate.ownership.records import StoreUnavailable
+from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
 from tidegate.ports.store import Identity, LeadRecord
 from tidegate.runtime.announcer import Announcer
 from tidegate.runtime.host import ComponentHost, Seat
@@ -24,6 +24,7 @@ from tidegate.types import Grant, InstanceId, JobId, NodeId, Role, instance_id
 from tidegate.v1 import commands_pb2, types_pb2
 from tidegate.v1 import workers_pb2 as wire
 
+BEAT_S = 0.01
 LEAD_TTL_MS, LEASE_TTL_MS = 30, 60
 """The TTL by the store's and the host's clock, which stand still. A host checks every third of it by the real clock."""
 ROLE = Role.INFERENCE
@@ -106,7 +107,11 @@ class WatchedStore(CellStore):
 
     async def attach(self) -> Identity:
         self._answer(is_away=self.is_away or self.is_away_when_attached_to)
-        return await super().attach()
+        try:
+            return await super().attach()
+        except StoreNotAdopted:
+            self._refused()
+            raise
 
     async def renew(self, job: JobId, holder: InstanceId, *, ttl_ms: int) -> bool:
         self._answer(is_away=self.is_away)
@@ -123,9 +128,12 @@ class WatchedStore(CellStore):
 
     def _answer(self, *, is_away: bool) -> None:
         if is_away:
-            self.num_refused += 1
-            self._changes.notify()
+            self._refused()
             raise StoreUnavailable("nobody answers")
+
+    def _refused(self) -> None:
+        self.num_refused += 1
+        self._changes.notify()
 
 
 class Hosting:
@@ -146,7 +154,7 @@ class Hosting:
         await store.attach()
         return store
 
-    def start(self, node: NodeId = NODES[0], *, boot: int = 1, beat_s: float = LEAD_TTL_MS / 3000) -> ComponentHost:
+    def start(self, node: NodeId = NODES[0], *, boot: int = 1, beat_s: float = BEAT_S) -> ComponentHost:
         name = instance_id(ROLE, node)
         seat = Seat(JOB, ROLE, name, boot, f"at-{node}")
         source = EventSource(name, role=ROLE, boot=100 + boot, now_ns=lambda: 0)
@@ -154,7 +162,9 @@ class Hosting:
             seat,
             store=self.store,
             announcer=Announcer(self.bench.bus.events, source, JOB),
-            times=RuntimeSection(lead_ttl_s=3 * beat_s, lease_ttl_s=6 * beat_s),
+            times=RuntimeSection(
+                lead_ttl_s=LEAD_TTL_MS / 1000 * beat_s / BEAT_S, lease_ttl_s=LEASE_TTL_MS / 1000 * beat_s / BEAT_S
+            ),
             make_lead=self.bench.new_lead,
             gates=self._gates,
             now_s=lambda: self.now_s,
@@ -181,7 +191,7 @@ class Hosting:
         await self.bench.changes.until(lambda: self.store.num_renewals >= seen + 2)
 
     async def refused(self, *, count: int = 1) -> None:
-        """Waits until an absent store was asked this many more times."""
+        """Waits until an absent or unadopted store was asked this many more times."""
         seen = self.store.num_refused
         await self.bench.changes.until(lambda: self.store.num_refused >= seen + count)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.component_bench import JOB, snapshot
-from tests.unit.runtime.diary import LEAD_TTL_MS, DiaryLead, Hosting, hosting
+from tests.unit.runtime.diary import BEAT_S, DiaryLead, Hosting, hosting
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import Service, serve
 from tidegate.ownership.records import StoreUnavailable
@@ -74,7 +74,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, *, beat_s: float = LEAD_TTL_MS / 3000) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, *, beat_s: float = BEAT_S) -> AsyncIterator[Served]:
     async with hosting(tmp_path) as hosted:
         host = hosted.start(beat_s=beat_s)
         await hosted.elected()

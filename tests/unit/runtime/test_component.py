@@ -57,17 +57,32 @@ async def test_a_command_whose_storing_has_an_unknown_outcome_is_worked_on_once_
         await of.until("supersede", "load 1", "load 2")
 
 
-async def test_the_first_after_a_failover_of_the_store_is_taken_and_renews_at_once(tmp_path: Path) -> None:
+async def test_the_first_after_a_failover_of_the_store_is_taken_once_it_is_adopted(tmp_path: Path) -> None:
     async with served(tmp_path, beat_s=1000) as of:
         hosted = of.hosted
-        seen = hosted.store.num_renewals
         hosted.server.restart()
-        with pytest.raises(PeerRefused, match="adopt it first"):
-            await of.send(of.load(1))
+        sending = asyncio.create_task(of.send(of.load(1, term=2)))
+        await hosted.refused()
         await adopt(WatchedStore(hosted.server, hosted.bench.changes), hosted.bench.bus.term, no_gates)
-        assert (await of.send(of.load(1))).accepted
+        assert (await sending).accepted
         await of.until("supersede", "load 1")
-        await hosted.bench.changes.until(lambda: hosted.store.num_renewals > seen)
+        await hosted.bench.published("instance_joined", count=2)
+
+
+async def test_a_command_that_was_decided_before_a_failover_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as of:
+        hosted = of.hosted
+        before, repeated = of.load(2), of.load(1)
+        await of.send(repeated)
+        await of.until("supersede", "load 1")
+        hosted.server.restart()
+        await adopt(WatchedStore(hosted.server, hosted.bench.changes), hosted.bench.bus.term, no_gates)
+        assert await of.send(before) == commands_pb2.CommandResult(
+            accepted=False, message="the command is for term 1 of the store, which is under 2 now"
+        )
+        assert (await of.send(repeated)).accepted, "it has been taken"
+        assert (await of.send(of.load(3, term=2))).accepted
+        await of.until("supersede", "load 1", "load 3")
 
 
 async def test_a_command_sent_again_brings_the_present_addresses(tmp_path: Path) -> None:
@@ -193,6 +208,7 @@ async def test_a_component_without_an_order_of_groups_refuses_one(tmp_path: Path
         ),
         ("LoadWeights", lambda of: of.load(1, id=""), "CommandHeader.id"),
         ("LoadWeights", lambda of: of.load(1, lead_epoch=0), "CommandHeader.lead_epoch"),
+        ("LoadWeights", lambda of: of.load(1, term=0), "CommandHeader.term"),
         ("ScaleUp", lambda of: commands_pb2.ScaleUpRequest(header=of.hosted.bench.header()), "ScaleUpRequest.grants"),
         (
             "ScaleDown",
@@ -205,7 +221,16 @@ async def test_a_component_without_an_order_of_groups_refuses_one(tmp_path: Path
             "OpenIterationRequest.plan",
         ),
     ],
-    ids=["no header", "no weights", "no id", "no epoch", "no GPUs to acquire", "no GPUs to release", "no plan"],
+    ids=[
+        "no header",
+        "no weights",
+        "no id",
+        "no epoch",
+        "no term",
+        "no GPUs to acquire",
+        "no GPUs to release",
+        "no plan",
+    ],
 )
 async def test_a_command_that_lacks_a_field_is_refused_by_its_name(
     tmp_path: Path, method: str, request_of: Any, want: str

@@ -23,6 +23,10 @@ FIRST = COUNTS_PER_TERM + 1
 HERE, ELSEWHERE = (instance_id(ROLE, node) for node in NODES)
 
 
+def header(lead_epoch: int, *, term: int = 1, incarnation: int = 1) -> commands_pb2.CommandHeader:
+    return commands_pb2.CommandHeader(lead_epoch=lead_epoch, term=term, incarnation=incarnation)
+
+
 async def test_an_instance_joins_before_it_leads(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         host = of.start(boot=3)
@@ -31,7 +35,7 @@ async def test_an_instance_joins_before_it_leads(tmp_path: Path) -> None:
         assert await of.bench.kinds() == ["instance_joined", "lead_elected"]
         (joined,) = await of.bench.published("instance_joined")
         assert joined.instance_joined == events_pb2.InstanceJoined(instance=HERE, endpoint="at-n0", boot=3)
-        assert host.lead_for(FIRST, incarnation=1) is of.bench.leads[0]
+        assert host.lead_for(header(FIRST)) is of.bench.leads[0]
 
 
 async def test_an_instance_that_joins_tells_the_tokens_that_its_nodes_gates_know(tmp_path: Path) -> None:
@@ -51,7 +55,7 @@ async def test_a_lead_goes_on_under_one_epoch_as_long_as_it_renews(tmp_path: Pat
             await of.next_beat()
         record = await of.lead_in_force()
         assert (record.instance, record.epoch) == (HERE, FIRST)
-        assert host.lead_for(FIRST, incarnation=1) is of.bench.leads[0]
+        assert host.lead_for(header(FIRST)) is of.bench.leads[0]
         assert len(of.bench.leads) == 1
         assert (await of.bench.kinds()).count("lead_elected") == 1
 
@@ -75,10 +79,10 @@ async def test_while_another_leads_commands_are_refused(tmp_path: Path) -> None:
         await of.bench.published("instance_joined")
         await of.next_beat()
         with pytest.raises(CommandRefused, match="inference@n0 does not lead inference"):
-            host.lead_for(FIRST, incarnation=1)
+            host.lead_for(header(FIRST))
         of.server.pass_ms(LEAD_TTL_MS)
         assert await of.elected() == FIRST + 1, "the former lead is gone: its time is over"
-        host.lead_for(FIRST + 1, incarnation=1)
+        host.lead_for(header(FIRST + 1))
 
 
 async def test_a_command_of_another_epoch_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ async def test_a_command_of_another_epoch_is_refused_with_both_numbers(tmp_path:
         host = of.start()
         await of.elected()
         with pytest.raises(CommandRefused, match=f"for epoch 7, inference@n0 leads under {FIRST}"):
-            host.lead_for(7, incarnation=1)
+            host.lead_for(header(7))
 
 
 async def test_a_lead_that_lost_its_epoch_stops_leading_and_may_lead_again_later(tmp_path: Path) -> None:
@@ -103,10 +107,10 @@ async def test_a_lead_that_lost_its_epoch_stops_leading_and_may_lead_again_later
         await of.bench.changes.until(lambda: lead.diary[-1] == "cancel 0")
         await of.next_beat()
         with pytest.raises(CommandRefused, match="does not lead"):
-            host.lead_for(FIRST, incarnation=1)
+            host.lead_for(header(FIRST))
         of.server.pass_ms(LEAD_TTL_MS)
         assert await of.elected(count=2) == FIRST + 2
-        assert host.lead_for(FIRST + 2, incarnation=1) is of.bench.leads[1], "a lead is made anew for each epoch"
+        assert host.lead_for(header(FIRST + 2)) is of.bench.leads[1], "a lead is made anew for each epoch"
 
 
 async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(tmp_path: Path) -> None:
@@ -117,7 +121,7 @@ async def test_of_two_instances_one_leads_and_the_other_follows_when_it_leaves(t
         await of.bench.published("instance_joined", count=2)
         await of.next_beat()
         with pytest.raises(CommandRefused):
-            second.lead_for(first, incarnation=1)
+            second.lead_for(header(first))
         record = await of.lead_in_force()
         await of.store.resign(record)
         assert await of.elected(count=2) == first + 1
@@ -175,7 +179,7 @@ async def test_the_death_of_a_worker_is_reported_once_with_its_grant_and_status(
     async with hosting(tmp_path) as of:
         host = of.start()
         epoch = await of.elected()
-        host.lead_for(epoch, incarnation=6)
+        host.lead_for(header(epoch, incarnation=6))
         await host.report_death(Grant(GpuId("n0/3"), Token(2, 9)), -9, "no more memory")
         (failed,) = await of.bench.published("failed")
         assert failed.incarnation == 6, "of the last command that was let in"
@@ -216,17 +220,15 @@ async def test_a_store_that_restarted_is_joined_again_once_it_is_adopted(tmp_pat
         of.server.pass_ms(LEASE_TTL_MS)
         await of.next_beat()
         assert await other.expired(JOB, longest_ms=60_000) == ()
-        host.lead_for(epoch, incarnation=1)
+        host.lead_for(header(epoch, term=2))
 
 
 async def test_a_store_is_joined_at_once_when_it_is_adopted(tmp_path: Path) -> None:
     async with hosting(tmp_path) as of:
         of.server.restart()
-        of.store.is_away_when_attached_to = True
         of.start(beat_s=1000)
         await of.refused()
         await adopt(WatchedStore(of.server, of.bench.changes), of.bench.bus.term, no_gates)
-        of.store.is_away_when_attached_to = False
         await of.elected()
 
 
@@ -237,7 +239,7 @@ async def test_an_instance_whose_lease_lapsed_joins_again(tmp_path: Path) -> Non
         await of.store.release(JOB, HERE)
         first, again = await of.bench.published("instance_joined", count=2)
         assert again.instance_joined == first.instance_joined
-        host.lead_for(epoch, incarnation=1)
+        host.lead_for(header(epoch))
         await of.next_beat()
         assert (await of.bench.kinds()).count("instance_joined") == 2, "it is known again"
 
@@ -256,7 +258,7 @@ async def test_a_lead_that_could_not_renew_for_as_long_as_its_epoch_lasts_stops_
         of.now_s += 0.001
         await of.bench.changes.until(lambda: lead.diary[-1] == "cancel 0")
         with pytest.raises(CommandRefused, match="does not lead"):
-            host.lead_for(epoch, incarnation=1)
+            host.lead_for(header(epoch))
         of.store.is_away = False
         assert await of.elected(count=2) == epoch + 1
 

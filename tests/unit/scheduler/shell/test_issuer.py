@@ -16,11 +16,14 @@ from services.scheduler.shell.requests import Request
 from services.scheduler.state import commands as cmd
 from services.scheduler.state.cluster_state import ClusterState
 from tests.component_bench import JOB, NODES, PATIENCE_S, Changes
+from tests.unit.runtime.diary import no_gates
 from tests.unit.scheduler.shell.command_header import HEADER
 from tests.unit.scheduler.wire_cluster import WireCluster, wire_cluster
 from tidegate.codec import encode_grants
+from tidegate.ownership.adoption import adopt
 from tidegate.ownership.records import GpuRecord, Move, MoveState, Owner, Part, PartKind, Transition
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
+from tidegate.ports.store import Store
 from tidegate.types import CommandId, GpuId, Grant, Layout, Role, Token, TransitionId
 from tidegate.v1 import commands_pb2, events_pb2, instance_pb2
 
@@ -36,11 +39,13 @@ class Peers:
         self.answers: dict[str, commands_pb2.CommandResult | Exception] = {}
         self.gates: dict[str, Exception] = {}
         self.asked: list[str] = []
+        self.terms: list[int] = []
         self.silent: set[str] = set()
         self.ended: list[str] = []
         self._changes = changes
 
     async def send(self, endpoint: str, request: Request, timeout_s: float) -> commands_pb2.CommandResult:
+        self.terms.append(request.header.term)
         self._note(endpoint)
         try:
             if endpoint in self.silent:
@@ -64,8 +69,9 @@ class Peers:
 
 
 class Issuing:
-    def __init__(self, cluster: WireCluster, peers: Peers, issuer: Issuer) -> None:
+    def __init__(self, cluster: WireCluster, store: Store, peers: Peers, issuer: Issuer) -> None:
         self.cluster = cluster
+        self.store = store
         self.peers = peers
         self.issuer = issuer
         self.state = ClusterState(job=JOB, incarnation=4)
@@ -88,7 +94,7 @@ async def issuing(tmp_path: Path) -> AsyncIterator[Issuing]:
         store = await cluster.client()
         issuer = Issuer(store, cluster.announcer("scheduler"), send=peers.send, ask_gate=peers.ask_gate)
         try:
-            yield Issuing(cluster, peers, issuer)
+            yield Issuing(cluster, store, peers, issuer)
         finally:
             await issuer.aclose()
 
@@ -99,6 +105,15 @@ async def test_a_leads_answer_becomes_an_event(tmp_path: Path) -> None:
         event = await of.first_event()
         assert event.command_answered == events_pb2.CommandAnswered(command_id=HEADER.id, accepted=True)
         assert (event.incarnation, event.source) == (4, "scheduler")
+
+
+async def test_a_command_has_the_term_under_which_it_was_issued(tmp_path: Path) -> None:
+    async with issuing(tmp_path) as of:
+        await of.issuer.issue(CLOSE, of.state)
+        of.cluster.server.restart()
+        await adopt(of.store, of.cluster.bus.term, no_gates)
+        await of.issuer.issue(CLOSE, of.state)
+        await of.until(lambda: of.peers.terms == [1, 2])
 
 
 async def test_a_refusal_becomes_an_event_with_the_leads_words(tmp_path: Path) -> None:
