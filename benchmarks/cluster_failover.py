@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.e2e.jobs import UPDATES_PER_ITERATION, RunningJob, running, small_job
+from tests.e2e.jobs import UPDATES_PER_ITERATION, RunningJob, replicated_job, running
 from tests.replicated import Replicated
 from tests.two_machines import linked, two_machines
 from tidegate.adapters import subjects
@@ -26,20 +26,19 @@ from tidegate.types import JobId
 ITERATIONS = 7
 STRUCK = 2
 """The iteration in which the server dies. The first ones warm up."""
-_TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
 _JOB = "plain"
 
 
 async def failover(folder: Path, server: str) -> dict[str, Any]:
     """`server`: redis or nats. AssertionError where the job does not finish, or loses a sample."""
-    async with Replicated(folder / "servers") as servers:
-        urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
-        raw = small_job(_JOB, servers=urls, runtime=_TIMES, algorithm__iterations=ITERATIONS)
-        async with running(raw, folder) as job:
-            await job.until_trained(STRUCK * UPDATES_PER_ITERATION + 1)
-            killed = "valkey0" if server == "redis" else await servers.leader_of(subjects.events_stream(JobId(_JOB)))
-            servers.kill(killed)
-            summary = (await job.result())["summary"]
+    async with (
+        Replicated(folder / "servers") as servers,
+        running(replicated_job(servers, algorithm__iterations=ITERATIONS), folder) as job,
+    ):
+        await job.until_trained(STRUCK * UPDATES_PER_ITERATION + 1)
+        killed = "valkey0" if server == "redis" else await servers.leader_of(subjects.events_stream(JobId(_JOB)))
+        servers.kill(killed)
+        summary = (await job.result())["summary"]
     return _case(f"{server} fails over", job, summary)
 
 

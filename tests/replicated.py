@@ -52,12 +52,14 @@ class Replicated:
         has_nats: bool = True,
         has_redis: bool = True,
         machines: Sequence[Machine] = (),
+        disk: Callable[[Path], None] | None = None,
     ) -> None:
-        """`machines`: one for each number; none: all run on loopback."""
+        """`machines`: one for each number; none: all run on loopback. `disk`: makes the folder of a server one."""
         self._folder = folder
         self._machines = machines or [Machine()] * NUM_SERVERS
         self._folder.mkdir(parents=True, exist_ok=True)
         self._has_nats, self._has_redis = has_nats, has_redis
+        self._disk = disk
         ports = _free_ports(4 * NUM_SERVERS)
         self.nats, self._routes, self.valkey, self._sentinels = (
             ports[at : at + NUM_SERVERS] for at in range(0, len(ports), NUM_SERVERS)
@@ -153,6 +155,15 @@ class Replicated:
             seen: dict[str, Any] = await client.info("replication")
         return seen["role"], seen["master_replid"], seen["master_repl_offset"]
 
+    async def until_replica(self, name: str) -> None:
+        """Waits until a valkey has the writes of the primary, and no other ones."""
+
+        async def is_replica() -> bool:
+            role, *has = await self.history(name)
+            return role == "slave" and has == [*(await self.history(await self.primary()))[1:]]
+
+        await until(is_replica)
+
     async def leader_of(self, stream: str) -> str:
         """The NATS server that leads a stream."""
         return str((await self.cluster_of(stream)).leader)
@@ -176,7 +187,11 @@ class Replicated:
                 "server_name": f"nats{number}",
                 "listen": f"{machine.nats}:{self.nats[number]}",
                 "max_payload": MAX_PAYLOAD_BYTES,
-                "jetstream": {"store_dir": str(folder / "store"), "sync_interval": "always"},
+                "jetstream": {
+                    "store_dir": str(folder / "store"),
+                    "sync_interval": "always",
+                    "max_file_store": 1 << 40,  # else a small disk refuses a stream for what it may come to
+                },
                 "cluster": {"name": "test", "listen": f"{machine.nats}:{self._routes[number]}", "routes": routes},
             }
             (folder / "nats.conf").write_text(json.dumps(config))
@@ -202,8 +217,13 @@ class Replicated:
             )
             self._commands[f"sentinel{number}"] = [binary, "sentinel.conf", "--sentinel"]
 
+    def folder_of(self, name: str) -> Path:
+        return self._folder / name
+
     def _made(self, name: str) -> Path:
-        (folder := self._folder / name).mkdir()
+        (folder := self.folder_of(name)).mkdir()
+        if self._disk is not None:
+            self._disk(folder)
         return folder
 
     async def _nats_has_a_leader(self) -> bool:

@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from tests.e2e.lineage import rows
+from tests.replicated import Replicated
 from tidegate.config.job_config import JobConfig, parse_config
 from tidegate.gate import Gate
 from tidegate.job import JobFolder, gate_folder
@@ -82,6 +83,13 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
             section = section.setdefault(parent, {})
         section[key] = value
     return raw
+
+
+def replicated_job(servers: Replicated, **changes: Any) -> dict[str, Any]:
+    """`small_job("plain")` on replicated servers. A failover takes seconds, so leases last as long as by default."""
+    urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
+    times = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
+    return small_job("plain", servers=urls, runtime=times, **changes)
 
 
 @dataclass(slots=True)

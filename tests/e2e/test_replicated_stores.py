@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import UPDATES_PER_ITERATION, running, small_job
+from tests.e2e.jobs import UPDATES_PER_ITERATION, replicated_job, running
 from tests.e2e.lineage import expected_draws, trained_draws
 from tests.replicated import Replicated
 from tidegate.adapters import subjects
@@ -17,8 +17,6 @@ from tidegate.types import JobId
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 DRAWS = expected_draws(iterations=3, prompts=8, group_size=4)
-TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
-"""A failover takes seconds, so leases last as long as by default."""
 
 
 @pytest.fixture
@@ -30,8 +28,7 @@ async def servers(tmp_path: Path) -> AsyncIterator[Replicated]:
 async def test_the_deaths_of_a_primary_and_of_a_leader_of_streams_change_no_weight(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
-    urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
-    async with running(small_job("plain", servers=urls, runtime=TIMES), tmp_path) as job:
+    async with running(replicated_job(servers), tmp_path) as job:
         await job.until_trained(1)
         servers.kill("valkey0")
         await job.until_trained(UPDATES_PER_ITERATION + 1)

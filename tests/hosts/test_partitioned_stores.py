@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import UPDATES_PER_ITERATION, running, small_job
+from tests.e2e.jobs import UPDATES_PER_ITERATION, replicated_job, running
 from tests.hosts.trained import ITERATIONS, assert_all_was_trained_once
 from tests.partitions import MACHINES, cut_off, switched
 from tests.replicated import Replicated, until
@@ -18,8 +18,6 @@ from tidegate.types import JobId
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
-TIMES = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
-"""As in tests/e2e/test_replicated_stores.py."""
 MORE = 3 * UPDATES_PER_ITERATION
 """More updates than the iteration under way has, so that they take new messages."""
 SAMPLES = subjects.samples_stream(JobId("plain"))
@@ -34,25 +32,15 @@ async def servers(tmp_path: Path) -> AsyncIterator[Replicated]:
             yield started
 
 
-def job_on(servers: Replicated) -> dict[str, object]:
-    urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
-    return small_job("plain", servers=urls, runtime=TIMES, algorithm__iterations=ITERATIONS)
-
-
 async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
-    async with running(job_on(servers), tmp_path) as job:
+    async with running(replicated_job(servers, algorithm__iterations=ITERATIONS), tmp_path) as job:
         await job.until_trained(UPDATES_PER_ITERATION + 1)
         assert await servers.term() == 1
 
         async def is_over() -> bool:
             return await servers.primary() != "valkey0"
-
-        async def is_replica() -> bool:
-            """Whether it copies the new primary: what it took alone is gone."""
-            role, *has = await servers.history("valkey0")
-            return role == "slave" and has == [*(await servers.history(await servers.primary()))[1:]]
 
         with cut_off("valkey0"):
             await until(is_over)
@@ -60,14 +48,14 @@ async def test_a_primary_that_is_cut_off_takes_no_write_that_counts(
             await job.until_trained(job.num_trained() + MORE)
             assert (await servers.history("valkey0"))[0] == "master", "both sides have a primary"
             assert await servers.term() == 2, "the new primary was adopted under a term of its own"
-        await until(is_replica)
+        await servers.until_replica("valkey0")
         assert_all_was_trained_once(job.folder.root, (await job.result())["summary"], want_checksum)
 
 
 async def test_a_leader_of_streams_that_is_cut_off_takes_no_message_that_counts(
     servers: Replicated, want_checksum: str, tmp_path: Path
 ) -> None:
-    async with running(job_on(servers), tmp_path) as job:
+    async with running(replicated_job(servers, algorithm__iterations=ITERATIONS), tmp_path) as job:
         await job.until_trained(UPDATES_PER_ITERATION + 1)
         leader = await servers.leader_of(SAMPLES)
         other = next(name for name in ("nats0", "nats1") if name != leader)
