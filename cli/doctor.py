@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from services.rollout.sglang import keeper
 from tidegate.cluster.machines import Machines
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import JobConfig
@@ -44,6 +45,8 @@ _LEAST_GPUS = len(Role)
 """Each component of a job has a slot or more."""
 _VERSION_TIMEOUT_S = 10.0
 _MODULES = ("services.", "tidegate.")
+_SGLANG_KEEPER = f"/{keeper.__name__.replace('.', '/')}.py"
+"""The end of its path, which another release has elsewhere. An SGLang server that Tidegate started is its child."""
 
 
 class Health(StrEnum):
@@ -81,19 +84,16 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
     return [check() for check in checks]
 
 
-def listeners(processes: Iterable[psutil.Process] | None = None) -> Finding:
-    """Checks that no process of Tidegate, of this user, listens beyond loopback, and beyond the addresses that those
-    processes were told to listen at. Without `processes` it looks at all of this machine."""
-    num_found, told, beyond, servers = 0, set[str](), set(), set()
-    for kind in (NATS, VALKEY):
-        with suppress(ServerPackageMissing):
-            servers.add(str(packaged_binary(kind)))
-    for process in psutil.process_iter() if processes is None else processes:
+def listeners(processes: Iterable[psutil.Process] | None = None, *, own_uid: int | None = None) -> Finding:
+    """Checks that no process of Tidegate listens beyond loopback, and beyond the addresses that those processes were
+    told to listen at. Without `processes` it looks at all of this machine. Root sees those of all users, others their
+    own."""
+    own_uid = os.getuid() if own_uid is None else own_uid
+    told, beyond = set[str](), set()
+    ours = _ours(psutil.process_iter() if processes is None else processes, own_uid)
+    for process in ours:
         with suppress(psutil.Error):
-            if process.uids().real != os.getuid() or not _is_ours(command := process.cmdline(), servers):
-                continue
-            num_found += 1
-            told |= _addresses_in(command)
+            told |= _addresses_in(process.cmdline())
             open_at = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
             listening = {(_as_ipv4(at.ip), at.port, process.pid) for at in open_at}
             beyond |= {each for each in listening if not ip_address(each[0]).is_loopback}
@@ -103,8 +103,26 @@ def listeners(processes: Iterable[psutil.Process] | None = None) -> Finding:
         return Finding("listeners", Health.WARN, f"beyond loopback: {', '.join(elsewhere)}", remedy)
     where = ", ".join(sorted({ip for ip, _, _ in beyond}))
     where = f"on loopback and on {where}, as they were told" if where else "all on loopback"
-    found = f"{num_found} processes of Tidegate, {where}" if num_found else "no process of Tidegate runs"
-    return Finding("listeners", Health.OK, found)
+    none = f"no process of Tidegate {'of this user ' if own_uid else ''}runs"
+    return Finding("listeners", Health.OK, f"{len(ours)} processes of Tidegate, {where}" if ours else none)
+
+
+def _ours(processes: Iterable[psutil.Process], own_uid: int) -> set[psutil.Process]:
+    """Those of Tidegate that this user sees, SGLang's servers with all their children."""
+    found, servers = set[psutil.Process](), set[str]()
+    for kind in (NATS, VALKEY):
+        with suppress(ServerPackageMissing):
+            servers.add(str(packaged_binary(kind)))
+    for process in processes:
+        with suppress(psutil.Error):
+            if own_uid not in (0, process.uids().real):
+                continue
+            command = process.cmdline()
+            if any(word.endswith(_SGLANG_KEEPER) for word in command):
+                found |= {process, *process.children(recursive=True)}
+            elif _is_ours(command, servers):
+                found.add(process)
+    return found
 
 
 def _addresses_in(command: Sequence[str]) -> set[str]:

@@ -6,9 +6,12 @@ A folder that does not exist yet is on the disk of its nearest existing parent.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,10 +19,12 @@ import torch
 
 from cli.__main__ import main
 from cli.doctor import Finding, Health, disk, examine, listeners
+from services.rollout.sglang import keeper
 from tests.e2e.clusters import own_address
 from tests.unit.cli.configs import small, small_config, small_file
 from tidegate.cluster.machines import Machines
 from tidegate.config.files import load_config
+from tidegate.runtime import dies_with_parent
 from tidegate.runtime.cuda import cuda_fault
 
 pytestmark = pytest.mark.usefixtures("torch_is_asked_once")
@@ -44,17 +49,22 @@ def test_the_disk_examined_is_that_of_the_output_folder(tmp_path: Path) -> None:
     assert f"disk of {tmp_path / 'elsewhere'}" in checks
 
 
-def found_of(host: str, *command: str) -> Finding:
-    """What the doctor finds while a process with this command line listens there."""
+def found_of(
+    host: str,
+    *command: str,
+    through: Sequence[str] = (),
+    look: Callable[[psutil.Process], Finding] = lambda process: listeners([process]),
+) -> Finding:
+    """What the doctor finds while a process with this command line listens there, started by that of `through`."""
     family = "AF_INET6" if ":" in host else "AF_INET"
     socket = f"s = socket.socket(socket.{family}); s.bind((sys.argv[1], 0)); s.listen()"
     listens = f"import socket, sys; {socket}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", listens, host, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*through, sys.executable, "-c", listens, host, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = listeners([psutil.Process(process.pid)])
+        found = look(psutil.Process(process.pid))
         process.communicate()
     return found
 
@@ -96,6 +106,34 @@ def test_a_process_may_listen_where_it_was_told_to_and_nowhere_else(tmp_path: Pa
         assert found.health is Health.WARN, command
         assert f"beyond loopback: {address}:" in found.found
     assert found_of("0.0.0.0", "agent", "--listen", "0.0.0.0:7400").health is Health.WARN
+
+
+def test_the_processes_of_an_sglang_server_are_known_by_the_keeper_that_tidegate_gives_it() -> None:
+    server = (sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))")
+    keeps = (sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), dies_with_parent.__file__, *server)
+    found = found_of("0.0.0.0", through=keeps)
+    assert found.health is Health.WARN
+    assert "beyond loopback: 0.0.0.0:" in found.found
+    assert found_of("127.0.0.1", through=keeps).found == "3 processes of Tidegate, all on loopback"
+    somebodys = found_of("0.0.0.0", "-m", "sglang.launch_server")
+    assert somebodys.health is Health.OK, "a server that Tidegate did not start"
+
+
+class OfAnotherUser(psutil.Process):
+    def uids(self) -> Any:
+        return super().uids()._replace(real=os.getuid() + 1)
+
+
+def test_root_sees_the_processes_of_all_users_and_others_see_their_own() -> None:
+    def as_seen_by(uid: int) -> Finding:
+        def look(process: psutil.Process) -> Finding:
+            return listeners([OfAnotherUser(process.pid)], own_uid=uid)
+
+        return found_of("0.0.0.0", "services.of-a-test", look=look)
+
+    assert as_seen_by(0).health is Health.WARN
+    assert as_seen_by(os.getuid() + 1).health is Health.WARN
+    assert as_seen_by(os.getuid() + 2).found == "no process of Tidegate of this user runs"
 
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
