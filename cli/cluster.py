@@ -304,7 +304,8 @@ def up(args: argparse.Namespace, output_dir: Path, form: Form) -> int:
 def _check_folder(folder: ClusterFolder, slots: Slots, output_dir: Path) -> None:
     """NotUp where the cluster could not write its files. Says what a person should know of the folder."""
     try:
-        folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.make()
+        folder.logs.mkdir(mode=0o700, exist_ok=True)
         folder.check_writing()
     except OSError as error:
         raise NotUp(f"the cluster could not write its files: {error}; make room there, or mend the folder") from error

@@ -87,6 +87,8 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return FAILED
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return _say(f"{error}: call the command as the user whose it is", code=FAILED)
         if error.errno not in _FULL:
             raise
         _drop_output()

@@ -29,6 +29,14 @@ def level_of_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.fixture
+def umask_022() -> Iterator[None]:
+    """The usual umask, under which others may read what is made."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of what is collected")
     parser.addoption("--full", action="store_true", help="properties are long tests, with all their examples")

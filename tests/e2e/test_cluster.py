@@ -28,6 +28,7 @@ AWAY_S = 5.0
 """Longer than the leases of these jobs: each of their schedulers looks at the new Redis many times meanwhile."""
 
 
+@pytest.mark.usefixtures("umask_022")
 def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster: Cluster) -> None:
     assert "is up: n0 with 6 slots" in cluster.run("up", "n0=6")
     assert "a cluster is up in" in cluster.run("up", "n0=6", is_refused=True)
@@ -66,6 +67,9 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     told = cluster.told()
     gpus = {line["job"]: line["gpus"] for line in told if line["state"] == "placed"}
     assert not {*gpus["one"]} & {*gpus["two"]}
+    cluster_own = [cluster.folder.root / name for name in ("", "queue", "logs", "servers", "jobs", "gates/n0")]
+    for own in (*cluster_own, cluster.output_dir / "one"):
+        assert own.stat().st_mode & 0o777 == 0o700, own
     order = [(line["job"], line["state"]) for line in told if line["job"] != "never"]
     ended = min(order.index(("one", "ended")), order.index(("two", "ended")))
     assert order.index(("two", "placed")) < ended < order.index(("late", "placed"))

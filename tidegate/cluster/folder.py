@@ -54,6 +54,11 @@ class ClusterFolder:
         """The cluster whose jobs have their folders in `output_dir`."""
         return cls(output_dir.resolve() / NAME)
 
+    def make(self) -> None:
+        """Makes the folder for this user alone, before anything in it is made: the mode of a mkdir is not that of the
+        parents which it makes too. OSError."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     @property
     def description(self) -> Path:
         return self.root / "cluster.json"
@@ -98,7 +103,7 @@ class ClusterFolder:
         ValueError: it is another folder already, or the queue is not in files. OSError."""
         own = local / state_of(self.root.parent)
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.make()
         before = self.root / "servers"
         if before.exists() and not self.queue.exists():
             raise ValueError(

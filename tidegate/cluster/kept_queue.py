@@ -106,9 +106,10 @@ class KeptQueue:
     ) -> None:
         """Brings the files to what the store has: all records in `texts`. OSError: nothing is known of what was written
         then, and the next call writes it."""
-        for name in ("records", "configs"):
-            if not (folder := self._path(name)).is_dir():
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Each with its mode, which a mkdir with parents does not give these.
+        for folder in (self.folder.parent, self.folder, self._path("records"), self._path("configs")):
+            if not folder.is_dir():
+                folder.mkdir(mode=0o700, exist_ok=True)
                 sync_folder(folder.parent)
         cluster = json.dumps({**drained_fields(drained), "paused": paused, "term": term})
         if cluster != self._cluster:

@@ -14,6 +14,7 @@ Invariants:
 - A resumed run keeps everything that decides its samples. [test_claim: resumed_run_may_not_change_what_decides]
 - It may have more iterations, and other GPUs and layouts. [test_claim: resumed_run_may_have_more_iterations]
 - Each start of a job has its own, larger boot. [test_claim: every_start_has_a_larger_boot]
+- A new job's folder is this user's alone. [test_claim: a_new_folder_is_this_users_alone]
 - At the end no file of the job is left in host memory. The next start removes the files of a killed launcher.
   [test_claim: nothing_is_left_in_host_memory]
 """
@@ -292,7 +293,8 @@ def _refuse_others_memory(folder: Path) -> None:
 
 def _make_folder(root: Path) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        # What others make in it follows the umask.
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise _unmakeable(root, error) from error
 

@@ -140,14 +140,23 @@ def test_each_start_is_an_attempt_of_its_own_and_a_forced_one_counts_from_one_ag
     assert json.loads(attempt.record.read_text())["start"] == "force"
 
 
-def test_only_what_may_hold_a_password_is_private(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("umask_022")
+def test_a_new_folder_is_this_users_alone_and_one_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    root = JobFolder.of(small_config(tmp_path)).root
+    run_once(tmp_path)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(root.parent.stat().st_mode) == 0o755, "it is not of one job"
+    root.chmod(0o750)
+    run_once(tmp_path, Start.RESUME)
+    run_once(tmp_path, Start.FORCE)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o750
+
+
+@pytest.mark.usefixtures("umask_022")
+def test_only_what_may_hold_a_password_is_private_within_the_folder(tmp_path: Path) -> None:
     servers = {"nats_url": "nats://me:secret@host:4222"}
-    umask = os.umask(0o022)
-    try:
-        with claim_folder(load_job(small_config(tmp_path, servers=servers)), Start.FRESH, now_unix_s=0.0) as claim:
-            files = {path: stat.S_IMODE(path.stat().st_mode) for path in claim.folder.root.rglob("*") if path.is_file()}
-    finally:
-        os.umask(umask)
+    with claim_folder(load_job(small_config(tmp_path, servers=servers)), Start.FRESH, now_unix_s=0.0) as claim:
+        files = {path: stat.S_IMODE(path.stat().st_mode) for path in claim.folder.root.rglob("*") if path.is_file()}
     assert [path for path in files if "secret" in path.read_text()] == [claim.folder.config]
     private = {path.name for path, mode in files.items() if mode == 0o600}
     assert private == {"config.json", "launcher.lock"}

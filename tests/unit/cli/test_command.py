@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -406,3 +408,19 @@ def test_the_demo_and_the_example_are_valid_configs() -> None:
     for path in ("tidegate/demo.yaml", "examples/grpo.yaml"):
         config = load_config(REPOSITORY / path)
         assert config.algorithm.max_new_tokens < config.model.max_seq_len
+
+
+def test_the_job_of_another_user_is_refused_in_one_line(finished: Path) -> None:
+    config = JobFolder.of(small_config(finished.parent)).config
+    config.parent.chmod(0)
+    # Root may read everything, so that this command is somebody else's.
+    code = "import os, sys; from cli.command import execute; os.getuid() or os.setuid(65534); sys.exit(execute())"
+    try:
+        command = [sys.executable, "-c", code, "describe", "small", "--output-dir", str(finished)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    finally:
+        config.parent.chmod(0o700)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "Permission denied" in line
+    assert "call the command as the user whose it is" in line

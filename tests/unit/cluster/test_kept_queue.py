@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.unit.cluster_jobs import submitted
 from tidegate.cluster.kept_queue import KeptJob, KeptQueue
 from tidegate.cluster.submissions import Submission, SubmissionState
@@ -37,6 +39,7 @@ def ended(name: str) -> Submission:
     return replace(job(name), state=SubmissionState.ENDED, end="finished")
 
 
+@pytest.mark.usefixtures("umask_022")
 def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
     queue = KeptQueue(tmp_path / "queue")
     assert queue.read().jobs == {}
@@ -45,6 +48,8 @@ def test_what_was_kept_is_read_again(tmp_path: Path) -> None:
     assert found.jobs == {ONE: KeptJob(job("one").to_json(), CONFIG), TWO: KeptJob(ended("two").to_json(), "")}
     assert (found.drained, found.paused, found.term, found.faults) == ({NodeId("n1"): Drain.STAY}, "new disks", 7, ())
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "queue").glob("*/*.json")} == {0o600}
+    folders = [path for path in (tmp_path / "queue", *(tmp_path / "queue").iterdir()) if path.is_dir()]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700] * 3
 
 
 def test_only_what_has_changed_is_written_and_what_the_store_dropped_goes(tmp_path: Path) -> None:
