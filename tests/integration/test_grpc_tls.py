@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import ssl
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from tests.expired import issue_expired
 from tidegate.adapters.grpc_client import Channels
@@ -51,6 +53,10 @@ class Lab:
         self.folder = folder
         self.authority = Authority.create(folder / "ca", "lab")
         self.instance = Instance()  # type: ignore[abstract]  # the other calls stay the generated ones
+        self.service = Service(
+            instance_pb2.DESCRIPTOR.services_by_name["Instance"],
+            partial(instance_pb2_grpc.add_InstanceServicer_to_server, self.instance),
+        )
         self.server: RpcServer
 
     def credential(self, identity: Identity, *, by: Authority | None = None) -> Path:
@@ -70,12 +76,8 @@ class Lab:
 @pytest.fixture
 async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     found = Lab(tmp_path)
-    service = Service(
-        instance_pb2.DESCRIPTOR.services_by_name["Instance"],
-        partial(instance_pb2_grpc.add_InstanceServicer_to_server, found.instance),
-    )
     # Beyond loopback: with TLS that is allowed.
-    found.server = await serve([service], "0.0.0.0:0", tls=Credentials(found.credential(JOB)))
+    found.server = await serve([found.service], "0.0.0.0:0", tls=Credentials(found.credential(JOB)))
     found.server.endpoint = f"127.0.0.1:{found.server.port}"
     try:
         yield found
@@ -163,6 +165,46 @@ async def test_a_caller_that_is_revoked_while_it_is_connected_is_refused_at_its_
     assert lab.instance.num_calls == 1
 
 
+async def test_a_revoked_caller_stays_refused_where_the_list_of_them_is_gone(lab: Lab) -> None:
+    folder, caller = lab.folder / "job-math", lab.credential(SCHEDULER)
+    lab.authority.revoke(lab.authority.issued()[-1].serial)
+    shutil.copy(lab.folder / "ca/revoked.json", folder)
+    for is_gone in (False, True):
+        if is_gone:
+            (folder / "revoked.json").unlink()
+        with pytest.raises(PeerRefused, match="is revoked"):
+            await _call(lab, Credentials(caller))
+
+
+def test_the_last_good_list_of_revoked_ones_stays_until_there_is_one_again(lab: Lab) -> None:
+    folder = lab.credential(JOB)
+    credentials = Credentials(folder)
+    before = credentials.now()
+    with capture_logs() as lines:
+        (folder / "revoked.json").rename(lab.folder / "away")
+        assert credentials.now() is before
+        lab.authority.issue(JOB, lab.folder / "next")
+        shutil.copy(lab.folder / "next/credential.pem", folder)
+        assert credentials.now() is before, "a renewed credential does not make up for the list"
+    want = f"{folder / 'revoked.json'} is gone: copy the authority's there"
+    assert [(line["event"], line["error"]) for line in lines] == [("credential not read again", want)] * 2
+    (lab.folder / "away").rename(folder / "revoked.json")
+    assert credentials.now().cert != before.cert
+
+
+def test_a_renewed_credential_counts_in_a_folder_that_never_had_a_list_of_revoked_ones(lab: Lab) -> None:
+    folder, renewed = lab.credential(JOB), lab.folder / "renewed"
+    (folder / "revoked.json").unlink()
+    credentials = Credentials(folder)
+    before = credentials.now()
+    lab.authority.issue(JOB, renewed)
+    shutil.copy(renewed / "credential.pem", folder)
+    assert before.cert != credentials.now().cert == Credentials(renewed).now().cert
+    lab.authority.revoke(lab.authority.issued()[0].serial)
+    shutil.copy(lab.folder / "ca/revoked.json", folder)
+    assert credentials.now().revoked, "one that comes later counts too"
+
+
 async def test_a_server_takes_up_a_renewed_credential_and_keeps_the_last_good_one(lab: Lab) -> None:
     folder, caller = lab.folder / "job-math", lab.credential(SCHEDULER)
     report = instance_pb2.GateReportRequest()
@@ -184,6 +226,15 @@ def test_a_process_without_tls_does_not_load_its_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
+
+
+async def _call(lab: Lab, tls: Credentials) -> None:
+    channels = Channels(default_timeout_s=PATIENCE_S, tls=tls)
+    try:
+        stub: Any = instance_pb2_grpc.InstanceStub(channels.connect(lab.server.endpoint, JOB))
+        await stub.GateReport(instance_pb2.GateReportRequest())
+    finally:
+        await channels.close()
 
 
 async def _status_with_files_of(lab: Lab, folder: Path) -> grpc.StatusCode:

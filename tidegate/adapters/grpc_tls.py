@@ -10,7 +10,8 @@ A client connects to an identity, not to an address: TLS compares the server's c
 
 The files are read again for each connection that a server takes, and for each channel that a client opens. So a renewed
 credential, and a longer list of revoked ones, count without a restart. Where they cannot be read, the last good ones
-stay in force, with a warning.
+stay in force, with a warning. So it is where the list of revoked ones was there and is gone. A folder that never had
+one is fine.
 
 Invariants:
 - A call without a credential, or with a foreign or an expired one, does not reach its handler.
@@ -18,6 +19,7 @@ Invariants:
 - A method is reached by the callers that it names alone. [test_grpc_callers: reached_by_its_callers_alone]
 - A method that names no callers may be called by nobody. [test_grpc_callers: each_method_names_its_callers]
 - A revoked credential is refused on a connection that is open already. [test_grpc_tls: revoked_while_it_is_connected]
+- Nobody is believed again because the list of revoked ones is gone. [test_grpc_tls: the_list_of_them_is_gone]
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Credentials:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._current = Credential.load(folder)
         self._seen = self._stamps()
+        self._current = Credential.load(folder)
         self._log = structlog.get_logger("tidegate.tls")
 
     @property
@@ -58,7 +60,7 @@ class Credentials:
         if stamps != self._seen:
             self._seen = stamps
             try:
-                self._current = Credential.load(self._folder)
+                self._current = self._read_again()
             except CertsError as error:
                 self._log.warning("credential not read again", error=str(error))
         return self._current
@@ -78,13 +80,16 @@ class Credentials:
         own = self.now()
         return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], root_certificates=own.ca)
 
-    def _stamps(self) -> tuple[tuple[int, int], ...]:
-        """They differ once a file is another one. Empty where they cannot be seen."""
-        try:
-            found = [(self._folder / name).stat() for name in (CA_CERT, CREDENTIAL, REVOKED)]
-        except OSError:
-            return ()
-        return tuple((each.st_mtime_ns, each.st_ino) for each in found)
+    def _read_again(self) -> Credential:
+        """CertsError."""
+        found = Credential.load(self._folder)
+        if found.revoked is None and self._current.revoked is not None:
+            raise CertsError(f"{self._folder / REVOKED} is gone: copy the authority's there")
+        return found
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        """They differ once a file is another one, comes or goes."""
+        return tuple(_stamp(self._folder / name) for name in (CA_CERT, CREDENTIAL, REVOKED))
 
 
 class Access:
@@ -129,7 +134,7 @@ class Access:
             raise NotAuthenticated("the call has no certificate: give a credential of tidegate certs issue")
         serial, uris, ends = _read(pem)
         own = self._credentials.now()
-        if serial in own.revoked:
+        if serial in (own.revoked or ()):
             raise NotAuthenticated(f"the certificate {serial:x} is revoked: issue the credential again")
         if has_begun_earlier and ends < datetime.now(UTC):
             raise NotAuthenticated(f"the certificate {serial:x} has ended: issue the credential again")
@@ -149,6 +154,15 @@ class Access:
             raise NotAllowed(f"{caller} may not call {method}: {may} may")
         if caller.party is Party.JOB and own.party is not Party.SCHEDULER and caller != own:
             raise NotAllowed(f"{caller} may not call {method} of {own}: a job reaches its own processes alone")
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """None: the file cannot be seen."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def callers_of(service: ServiceDescriptor, method: str) -> frozenset[Party]:

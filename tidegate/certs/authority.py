@@ -75,7 +75,7 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """The PEM texts of who somebody is. `revoked`: serial numbers."""
+    """The PEM texts of who somebody is. `revoked`: serial numbers. None: the folder has no list of them."""
 
     identity: Identity
     ca: bytes
@@ -83,7 +83,7 @@ class Credential:
     key: bytes
     ends: datetime
     store_password: str
-    revoked: frozenset[int] = frozenset()
+    revoked: frozenset[int] | None
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -214,7 +214,7 @@ class Authority:
         _write(self._folder / REVOKED, _revoked_text((self._revoked() & known) | set(serials)), mode=0o644)
 
     def _revoked(self) -> frozenset[int]:
-        return _read_revoked(self._folder)
+        return _read_revoked(self._folder) or frozenset()
 
 
 def identity_of(cert: x509.Certificate) -> Identity:
@@ -271,12 +271,12 @@ def _revoked_text(serials: Iterable[int]) -> bytes:
     return json.dumps([f"{serial:x}" for serial in sorted(serials)]).encode()
 
 
-def _read_revoked(folder: Path) -> frozenset[int]:
-    """CertsError where it is damaged: who is revoked must not be believed because of that."""
+def _read_revoked(folder: Path) -> frozenset[int] | None:
+    """None: there is no list. CertsError where it is damaged: who is revoked must not be believed because of that."""
     try:
         return frozenset(int(serial, 16) for serial in parse_json((folder / REVOKED).read_bytes()))
     except FileNotFoundError:
-        return frozenset()
+        return None
     except (OSError, ValueError, TypeError) as error:
         raise CertsError(f"{folder / REVOKED} cannot be read ({error}): copy the authority's there") from error
 

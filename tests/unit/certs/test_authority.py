@@ -60,7 +60,7 @@ def test_what_is_revoked_is_in_every_later_credential(authority: Authority, tmp_
     authority.revoke(first.serial)
     assert [each.is_revoked for each in authority.issued()] == [True]
     authority.issue(Identity("lab", Party.SCHEDULER, "a"), tmp_path / "a")
-    assert Credential.load(tmp_path / "a").revoked == {first.serial}
+    assert Credential.load(tmp_path / "a").revoked == frozenset({first.serial})
 
 
 @pytest.mark.parametrize(
