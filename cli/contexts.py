@@ -140,6 +140,15 @@ def operator_of(output_dir: Path) -> Path | None:
     return None
 
 
+def operators() -> list[Path]:
+    """The credentials of all contexts that can be read."""
+    found = []
+    for path in _files():
+        with suppress(ValueError, OSError):
+            found.append(Context.read(path).operator)
+    return [each for each in found if each is not None]
+
+
 def _has(context: Context, output_dir: Path) -> bool:
     return context.output_dir is not None and context.output_dir.resolve() == output_dir.resolve()
 

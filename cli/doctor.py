@@ -24,7 +24,10 @@ from pathlib import Path
 
 import psutil
 
+from cli.cluster_access import OPERATOR_VARIABLE
+from cli.contexts import operators
 from services.rollout.sglang import keeper
+from tidegate.certs.authority import SOON_DAYS, CertsError, Credential
 from tidegate.cluster.machines import Machines
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import JobConfig
@@ -65,8 +68,14 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Path(OUTPUT_DIR)) -> list[Finding]:
-    """All findings, in a fixed order. `output_dir` need not exist yet."""
+def examine(
+    *,
+    host_memory_root: Path = Path("/dev/shm"),
+    output_dir: Path = Path(OUTPUT_DIR),
+    job_credentials: Collection[Path] = (),
+) -> list[Finding]:
+    """All findings, in a fixed order. `output_dir` need not exist yet. `job_credentials`: the folders that a job's
+    config names. Those of contexts, of `TIDEGATE_OPERATOR` and of this user's agents are looked at too."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _platform,
@@ -81,7 +90,37 @@ def examine(*, host_memory_root: Path = Path("/dev/shm"), output_dir: Path = Pat
         _threads,
         listeners,
     ]
-    return [check() for check in checks]
+    known = {*job_credentials, *operators(), *credentials_of(psutil.process_iter())}
+    if named := os.environ.get(OPERATOR_VARIABLE):
+        known.add(Path(named))
+    return [*(check() for check in checks), *map(credential, sorted(known))]
+
+
+def credential(folder: Path) -> Finding:
+    check = f"credential {folder}"
+    try:
+        found = Credential.load(folder)
+    except CertsError as error:
+        what, _, remedy = str(error).rpartition(": ")  # each of its texts ends with the remedy
+        return Finding(check, Health.WARN, what, remedy)
+    if found.days_left() < SOON_DAYS:
+        return Finding(check, Health.WARN, found.until(), found.renewal())
+    return Finding(check, Health.OK, f"{found.days_left()} days left")
+
+
+def credentials_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """The folders that the command lines of agents name, of this user."""
+    found = set[Path]()
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.uids().real == os.getuid() and handover.is_agent(command := process.cmdline()):
+                given = _given(command)
+                folders = [given.get("--credentials", ""), given.get("--node-credentials", "")]
+                with suppress(ValueError, LookupError):
+                    folders.append(Machines.of(parse_json(given.get("--machines", "{}"))).credentials)
+                found |= {Path(process.cwd(), folder) for folder in folders if folder}
+    # A container's agent has files of its own.
+    return {each for each in found if each.is_dir()}
 
 
 def listeners(processes: Iterable[psutil.Process] | None = None, *, own_uid: int | None = None) -> Finding:
@@ -127,14 +166,19 @@ def _ours(processes: Iterable[psutil.Process], own_uid: int) -> set[psutil.Proce
 
 def _addresses_in(command: Sequence[str]) -> set[str]:
     """The addresses at which a command line tells its process to listen, itself or by its config."""
-    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    given = dict(zip(words, [*words[1:], ""], strict=True))
+    given = _given(command)
     found = {given.get("--listen", "").rpartition(":")[0]}
     with suppress(OSError, ValueError, LookupError):
         found.add(Machines.of(parse_json(given.get("--machines", "{}"))).address)
     with suppress(OSError, ValueError):
         found |= {*JobConfig.read(Path(given.get("--config", ""))).cluster.addresses.values()}
     return found - {"", "0.0.0.0"}
+
+
+def _given(command: Sequence[str]) -> dict[str, str]:
+    """What follows each word of a command line."""
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    return dict(zip(words, [*words[1:], ""], strict=True))
 
 
 def _as_ipv4(address: str) -> str:

@@ -18,9 +18,10 @@ from cli.job_access import control_of
 from cli.moves import MOST_MOVES, MOVE_COLUMNS, moves_of
 from cli.rows import Form, Row, answer_text, cut_table, show, written
 from cli.selection import Selection
+from tidegate.certs.identity import Party
 from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.files import load_sources, sources_of
-from tidegate.config.job_config import ConfigError
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.config.reading.origins import with_origins
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json
@@ -39,13 +40,25 @@ def doctor(words: list[str], output_dir: str | None, form: Form) -> int:
         return _show_findings(examine(output_dir=Path(output_dir or OUTPUT_DIR)), form)
     sourced = load_sources(sources_of(words, {} if output_dir is None else {"output_dir": output_dir}))
     config = sourced.config
-    findings = examine(output_dir=Path(config.output_dir), host_memory_root=Path(config.runtime.host_memory_root))
+    findings = examine(
+        output_dir=Path(config.output_dir),
+        host_memory_root=Path(config.runtime.host_memory_root),
+        job_credentials=_credentials_of(config),
+    )
     code = _show_findings(findings, form)
     for warning in (*sourced.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     if fault := cuda_fault(config.cluster):
         raise ConfigError(with_origins(fault, sourced.layer))
     return code
+
+
+def _credentials_of(config: JobConfig) -> set[Path]:
+    """Those that it names. A job makes its others itself, at each start."""
+    found = {Path(config.cluster.machine_credentials)} if config.cluster.machine_credentials else set()
+    for party in (Party.SCHEDULER, Party.JOB):
+        found |= {*filter(None, (config.servers.nats_credential(party), config.servers.redis_credential(party)))}
+    return found
 
 
 def _show_findings(findings: list[Finding], form: Form) -> int:

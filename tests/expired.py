@@ -1,13 +1,16 @@
-"""A credential that has expired: it was issued for a day, two days ago."""
+"""A credential that has expired: it was issued for a day, two days ago. Some have read it while it was good."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs import authority
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity
@@ -21,7 +24,18 @@ class _Earlier(datetime):
 
 def issue_expired(by: Authority, identity: Identity, folder: Path) -> Path:
     """Returns the folder."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(authority, "datetime", _Earlier)
+    with _two_days_ago():
         by.issue(identity, folder, days=1)
     return folder
+
+
+def read_before_its_end(folder: Path) -> Credentials:
+    with _two_days_ago():
+        return Credentials(folder)
+
+
+@contextmanager
+def _two_days_ago() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(authority, "datetime", _Earlier)
+        yield

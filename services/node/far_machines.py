@@ -87,6 +87,8 @@ class FarMachines:
         )
         self._cluster = machines.section_of(of_all)
         self._tls = Credentials(Path(machines.credentials)) if machines.far else None
+        if self._tls is not None:
+            self._tls.warn_of_its_end()
         self._far = [_Far(each, now_s()) for each in machines.far]
         self._own_memory_id = host_memory_id(host_memory_root)
 

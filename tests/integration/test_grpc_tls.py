@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from tests.expired import issue_expired
+from tests.expired import issue_expired, read_before_its_end
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
 from tidegate.adapters.grpc_tls import Credentials
@@ -203,6 +204,53 @@ def test_a_renewed_credential_counts_in_a_folder_that_never_had_a_list_of_revoke
     lab.authority.revoke(lab.authority.issued()[0].serial)
     shutil.copy(lab.folder / "ca/revoked.json", folder)
     assert credentials.now().revoked, "one that comes later counts too"
+
+
+async def test_a_caller_whose_own_credential_ended_while_it_ran_is_told_so(lab: Lab) -> None:
+    folder = issue_expired(lab.authority, SCHEDULER, lab.folder / "old")
+    with pytest.raises(PeerUnavailable) as refused:
+        await _call(lab, read_before_its_end(folder))
+    ended = datetime.now(UTC) - timedelta(days=1)
+    assert refused.value.reason.startswith(f"the credential of {SCHEDULER} in {folder} ended on {ended:%Y-%m-%d} ")
+    remedy = f"renew it with tidegate certs issue scheduler a --authority AUTHORITY --to {folder}"
+    assert f" UTC: {remedy} ({lab.server.endpoint} " in refused.value.reason
+    assert str(refused.value).startswith(f"the credential of {SCHEDULER} in {folder} ended on ")
+
+
+async def test_a_caller_is_told_that_the_servers_certificate_has_ended(lab: Lab) -> None:
+    folder = issue_expired(lab.authority, JOB, lab.folder / "old")
+    await lab.server.stop(grace_s=0.0)
+    lab.server = await serve([lab.service], "127.0.0.1:0", tls=read_before_its_end(folder))
+    with pytest.raises(PeerUnavailable) as refused:
+        await _call(lab, Credentials(lab.credential(SCHEDULER)))
+    assert refused.value.reason == (
+        f"the certificate of {JOB} at {lab.server.endpoint} has ended: renew it there with tidegate certs issue"
+    )
+
+
+async def test_a_caller_is_told_that_the_server_has_a_foreign_certificate(lab: Lab) -> None:
+    other = Authority.create(lab.folder / "other", "lab")
+    with pytest.raises(PeerUnavailable) as refused:
+        await _call(lab, Credentials(lab.credential(SCHEDULER, by=other)))
+    assert "has a certificate of another authority than ours" in refused.value.reason
+
+
+@pytest.mark.parametrize(("days", "num_warnings"), [(14, 1), (15, 0)])
+async def test_a_server_warns_once_at_its_start_of_a_credential_that_ends_soon(
+    lab: Lab, days: int, num_warnings: int
+) -> None:
+    folder = lab.folder / "soon"
+    ends = lab.authority.issue(JOB, folder, days=days).ends
+    with capture_logs() as lines:
+        server = await serve([lab.service], "127.0.0.1:0", tls=Credentials(folder))
+        await server.stop(grace_s=0.0)
+    found = [line for line in lines if line["event"] == "credential ends soon"]
+    assert [line["log_level"] for line in found] == ["warning"] * num_warnings
+    for line in found:
+        assert line["message"] == (
+            f"the credential of {JOB} in {folder} ends on {ends:%Y-%m-%d %H:%M} UTC: "
+            f"renew it with tidegate certs issue job math --authority AUTHORITY --to {folder}"
+        )
 
 
 async def test_a_server_takes_up_a_renewed_credential_and_keeps_the_last_good_one(lab: Lab) -> None:

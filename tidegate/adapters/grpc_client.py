@@ -18,6 +18,7 @@ from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 
 if TYPE_CHECKING:
     from tidegate.adapters.grpc_tls import Credentials
+    from tidegate.certs.authority import Credential
 
 # A client tries a restarted peer again within a second. gRPC's own default waits up to two minutes.
 _FIRST_RECONNECT_MS = 100
@@ -65,23 +66,28 @@ class Channels:
             # The data plane is a private network. A proxy from the environment is meant for the world outside.
             ("grpc.enable_http_proxy", 0),
         ]
+        # What this channel shows, as long as it is open.
+        own = None if self._tls is None else self._tls.now()
         interceptors: list[Any] = [
-            _UnaryCalls(endpoint, self._default_timeout_s),
-            _StreamedCalls(endpoint, self._default_timeout_s),
+            kind(endpoint, self._default_timeout_s, own=own, peer=peer) for kind in (_UnaryCalls, _StreamedCalls)
         ]
-        if self._tls is None:
+        if own is None:
             return grpc.aio.insecure_channel(endpoint, options=options, interceptors=interceptors)
         if peer is None:
             raise ValueError(f"say who has to answer at {endpoint}: whoever listens there would get the call")
         options.append(("grpc.ssl_target_name_override", peer.server_name))
-        own = self._tls.for_channel()
-        return grpc.aio.secure_channel(endpoint, own, options=options, interceptors=interceptors)
+        shown = grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
+        return grpc.aio.secure_channel(endpoint, shown, options=options, interceptors=interceptors)
 
 
 class _Calls:
-    def __init__(self, endpoint: str, default_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: str, default_timeout_s: float, *, own: Credential | None, peer: Identity | None
+    ) -> None:
         self._endpoint = endpoint
         self._default_timeout_s = default_timeout_s
+        self._own = own
+        self._peer = peer
 
     def with_deadline(self, details: Any) -> Any:
         return details._replace(timeout=self._default_timeout_s) if details.timeout is None else details
@@ -96,9 +102,18 @@ class _Calls:
             silence = f"gave no answer within {details.timeout:g} s"
             # With the name of an error it is the server's own text: another one did not answer the server.
             is_late = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            words = reason if errors else f"{self._endpoint} {silence}" if is_late else _broken(self._endpoint, reason)
-            return PeerUnavailable(f"{what} {silence} ({status}: {reason})", reason=words)
+            words = reason if errors else f"{self._endpoint} {silence}" if is_late else self._broken(reason)
+            message = f"{what} {silence} ({status}: {reason})"
+            if not errors and self._own is not None and self._own.days_left() < 0:
+                # The peer's TLS ends the connection then, and does not tell why.
+                ended = f"{self._own.until()}: {self._own.renewal()}"
+                message, words = f"{ended} ({message})", f"{ended} ({words})"
+            return PeerUnavailable(message, reason=words)
         return PeerRefused(f"{what}: {reason}", reason=reason, status=status, error=errors[0] if errors else "")
+
+    def _broken(self, told: str) -> str:
+        fitting = (words for parts, words in _BROKEN if any(part in told for part in parts))
+        return next(fitting, "the connection to {} broke").format(self._endpoint, peer=self._peer)
 
 
 _BROKEN = (
@@ -106,15 +121,14 @@ _BROKEN = (
     (("hostname lookup", "Domain name not found"), "{} has the name of no host"),
     (("Hostname Verification",), "who listens at {} has another one's certificate"),
     (("WRONG_VERSION_NUMBER",), "who listens at {} speaks no TLS: it is another program"),
+    (
+        ("certificate has expired",),
+        "the certificate of {peer} at {} has ended: renew it there with tidegate certs issue",
+    ),
     (("SSL_ERROR_SSL",), "who listens at {} has a certificate of another authority than ours"),
     (("No route to host", "unreachable", "timed out", "failed to connect"), "{} cannot be reached"),
 )
 """What gRPC tells of a call without an answer, in words for people: the first that fit."""
-
-
-def _broken(endpoint: str, told: str) -> str:
-    fitting = (words for parts, words in _BROKEN if any(part in told for part in parts))
-    return next(fitting, "the connection to {} broke").format(endpoint)
 
 
 class _UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # no generic at run time

@@ -35,7 +35,7 @@ import structlog
 from cryptography import x509
 from google.protobuf.descriptor import ServiceDescriptor
 
-from tidegate.certs.authority import CA_CERT, CREDENTIAL, REVOKED, CertsError, Credential
+from tidegate.certs.authority import CA_CERT, CREDENTIAL, REVOKED, SOON_DAYS, CertsError, Credential
 from tidegate.certs.identity import Identity, NotAllowed, NotAuthenticated, Party
 from tidegate.v1 import access_pb2
 
@@ -65,12 +65,14 @@ class Credentials:
                 self._log.warning("credential not read again", error=str(error))
         return self._current
 
+    def warn_of_its_end(self) -> None:
+        """Logs it where the end is near."""
+        own = self.now()
+        if own.days_left() < SOON_DAYS:
+            self._log.warning("credential ends soon", message=f"{own.until()}: {own.renewal()}")
+
     def for_server(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(self._server_now(), self._server_now, True)
-
-    def for_channel(self) -> grpc.ChannelCredentials:
-        own = self.now()
-        return grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
 
     def access(self, services: Sequence[ServiceDescriptor], *, for_all: Sequence[ServiceDescriptor] = ()) -> Access:
         """Who may call a server of this credential. `for_all`: services that each party may call."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -54,6 +55,8 @@ CA_CERT, CA_KEY, CREDENTIAL, REVOKED, ISSUED = "ca.pem", "ca.key", "credential.p
 STORE_PASSWORD = "store.password"
 MOST_DAYS = 825
 """No certificate but the authority's lasts longer. Browsers and many libraries take none that does."""
+SOON_DAYS = 14
+"""People are warned so long before a credential's end. `make deploy` renews its own earlier."""
 _AUTHORITY_DAYS = 3650
 _CLOCKS_DIFFER = timedelta(hours=1)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
@@ -75,9 +78,14 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """The PEM texts of who somebody is. `revoked`: serial numbers. None: the folder has no list of them."""
+    """The PEM texts of who somebody is.
 
+    `addresses`: names and IP addresses at which its server is also known. `revoked`: serial numbers. None: the folder
+    has no list of them."""
+
+    folder: Path
     identity: Identity
+    addresses: tuple[str, ...]
     ca: bytes
     cert: bytes
     key: bytes
@@ -101,16 +109,40 @@ class Credential:
         except (OSError, ValueError, TypeError, x509.ExtensionNotFound) as error:
             raise CertsError(f"the credential in {folder} cannot be read ({error}): issue it again") from error
         except InvalidSignature as error:
-            raise CertsError(f"the credential in {folder} is of another authority than its {CA_CERT}") from error
+            raise CertsError(
+                f"the credential in {folder} is of another authority than its {CA_CERT}: issue it again"
+            ) from error
         if not fits:
             raise CertsError(f"{folder / CREDENTIAL} has another key than its certificate's: issue it again")
-        if found.not_valid_after_utc < datetime.now(UTC):
-            raise CertsError(
-                f"the credential of {identity} in {folder} ended on {found.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: "
-                "renew it with tidegate certs issue"
-            )
-        revoked = _read_revoked(folder)
-        return cls(identity, ca, begin + cert, key, found.not_valid_after_utc, store_password, revoked)
+        own = cls(
+            folder=folder,
+            identity=identity,
+            addresses=_addresses_of(found, identity),
+            ca=ca,
+            cert=begin + cert,
+            key=key,
+            ends=found.not_valid_after_utc,
+            store_password=store_password,
+            revoked=_read_revoked(folder),
+        )
+        if own.days_left() < 0:
+            raise CertsError(f"{own.until()}: {own.renewal()}")
+        return own
+
+    def days_left(self) -> int:
+        """Whole days. Below 0: it has ended."""
+        return (self.ends - datetime.now(UTC)).days
+
+    def until(self) -> str:
+        """Whose it is, where it is and when it ends, for people."""
+        verb = "ended" if self.days_left() < 0 else "ends"
+        return f"the credential of {self.identity} in {self.folder} {verb} on {self.ends:%Y-%m-%d %H:%M} UTC"
+
+    def renewal(self) -> str:
+        """What to do before or after its end, for people."""
+        words = ["tidegate certs issue", self.identity.party, self.identity.name, "--authority AUTHORITY"]
+        words += ["--to", shlex.quote(str(self.folder)), *(f"--address {each}" for each in self.addresses)]
+        return f"renew it with {' '.join(words)}"
 
 
 class Authority:
@@ -222,6 +254,13 @@ def identity_of(cert: x509.Certificate) -> Identity:
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
     return Identity.parse(uri)
+
+
+def _addresses_of(cert: x509.Certificate, identity: Identity) -> tuple[str, ...]:
+    """Those that it was issued with."""
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    found = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return tuple(each for each in found if each != identity.server_name)
 
 
 def _certificate(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.node import far_machines
 from services.node.far_machines import FarMachines
@@ -328,3 +329,16 @@ async def test_the_agents_answer_has_the_gates_of_all_machines_and_names_those_t
         assert (away.name, away.HasField("machine")) == ("c", False)
         for each in held:
             each.close()
+
+
+@pytest.mark.parametrize(("days", "num_warnings"), [(14, 1), (15, 0)])
+async def test_a_credential_for_other_machines_that_ends_soon_is_warned_of(
+    lab: Lab, days: int, num_warnings: int
+) -> None:
+    operator = lab.folder / "operator"
+    Authority.load(lab.folder / "ca").issue(Identity("lab", Party.OPERATOR, "me"), operator, days=days)
+    with capture_logs() as lines:
+        lab.look(lab.b, lab.c)
+    found = [line["message"] for line in lines if line["event"] == "credential ends soon"]
+    assert len(found) == num_warnings
+    assert all(f"certs issue operator me --authority AUTHORITY --to {operator}" in each for each in found)

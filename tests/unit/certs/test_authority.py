@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cli.command import execute
 from tidegate.certs.authority import Authority, CertsError, Credential
 from tidegate.certs.identity import BadIdentity, Identity, Party
 
@@ -61,6 +63,18 @@ def test_what_is_revoked_is_in_every_later_credential(authority: Authority, tmp_
     assert [each.is_revoked for each in authority.issued()] == [True]
     authority.issue(Identity("lab", Party.SCHEDULER, "a"), tmp_path / "a")
     assert Credential.load(tmp_path / "a").revoked == frozenset({first.serial})
+
+
+def test_the_command_that_renews_a_credential_has_all_that_it_was_issued_with(
+    authority: Authority, tmp_path: Path
+) -> None:
+    folder = tmp_path / "of n0"
+    authority.issue(NODE, folder, addresses=["10.0.0.7", "host.example"])
+    command = Credential.load(folder).renewal().removeprefix("renew it with tidegate ")
+    assert execute(shlex.split(command.replace("AUTHORITY", str(tmp_path / "ca")))) == 0
+    renewed = Credential.load(folder)
+    assert (renewed.identity, sorted(renewed.addresses)) == (NODE, ["10.0.0.7", "host.example"])
+    assert len(authority.issued()) == 2
 
 
 @pytest.mark.parametrize(

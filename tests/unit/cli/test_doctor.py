@@ -18,10 +18,13 @@ import pytest
 import torch
 
 from cli.__main__ import main
-from cli.doctor import Finding, Health, disk, examine, listeners
+from cli.doctor import Finding, Health, credential, credentials_of, disk, examine, listeners
 from services.rollout.sglang import keeper
 from tests.e2e.clusters import own_address
+from tests.expired import issue_expired
 from tests.unit.cli.configs import small, small_config, small_file
+from tidegate.certs.authority import Authority
+from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.machines import Machines
 from tidegate.config.files import load_config
 from tidegate.runtime import dies_with_parent
@@ -134,6 +137,66 @@ def test_root_sees_the_processes_of_all_users_and_others_see_their_own() -> None
     assert as_seen_by(0).health is Health.WARN
     assert as_seen_by(os.getuid() + 1).health is Health.WARN
     assert as_seen_by(os.getuid() + 2).found == "no process of Tidegate of this user runs"
+
+
+def test_a_credential_that_ends_within_two_weeks_gives_a_warning_with_the_command_that_renews_it(
+    tmp_path: Path,
+) -> None:
+    authority, operator = Authority.create(tmp_path / "ca", "lab"), Identity("lab", Party.OPERATOR, "me")
+    folder = tmp_path / "me"
+    remedy = f"renew it with tidegate certs issue operator me --authority AUTHORITY --to {folder}"
+    authority.issue(operator, folder, days=15)
+    assert credential(folder) == Finding(f"credential {folder}", Health.OK, "14 days left")
+    ends = authority.issue(operator, folder, days=14).ends
+    what = f"the credential of {operator} in {folder}"
+    want = Finding(f"credential {folder}", Health.WARN, f"{what} ends on {ends:%Y-%m-%d %H:%M} UTC", remedy)
+    assert credential(folder) == want
+    issue_expired(authority, operator, folder)
+    found = credential(folder)
+    assert (found.health, found.remedy) == (Health.WARN, remedy)
+    assert found.found.startswith(f"{what} ended on ")
+    (folder / "ca.pem").unlink()
+    assert (credential(folder).health, credential(folder).remedy) == (Health.WARN, "issue it again")
+
+
+def test_the_credentials_of_contexts_and_configs_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("TIDEGATE_OPERATOR", str(tmp_path / "named"))
+    authority, operator = Authority.create(tmp_path / "ca", "lab"), Identity("lab", Party.OPERATOR, "me")
+    for folder in ("of-a-context", "named", "of-a-config/scheduler", "of-a-config/job"):
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
+        authority.issue(operator, tmp_path / folder, days=3)
+    words = ["--output-dir", str(tmp_path), "--operator", str(tmp_path / "of-a-context")]
+    assert main(["context", "add", "lab", *words]) == 0
+    capsys.readouterr()
+    file = small_file(
+        tmp_path, servers={"nats_url": "tls://nats.example:4222", "nats_credentials": str(tmp_path / "of-a-config")}
+    )
+    assert main(["doctor", "-o", "json", str(file)]) == 0
+    rows = {row["check"]: row["health"] for row in json.loads(capsys.readouterr().out)}
+    for folder in ("of-a-context", "named", "of-a-config/scheduler", "of-a-config/job"):
+        assert rows[f"credential {tmp_path / folder}"] == "warn", folder
+
+
+def test_the_credentials_of_agents_are_those_of_their_command_lines(tmp_path: Path) -> None:
+    for folder in ("node", "operator"):
+        (tmp_path / folder).mkdir()
+    machines = json.dumps(Machines(credentials=str(tmp_path / "operator")).to_json())
+    for command, want in (
+        (("agent", "--listen", "127.0.0.1:7400", "--credentials", "node"), {"node"}),
+        (("services.node", f"--node-credentials={tmp_path / 'node'}", "--machines", machines), {"node", "operator"}),
+        (("agent", "--listen", "127.0.0.1:7400", "--credentials", "in-a-container"), set()),
+        (("services.actor", "--credentials", "node"), set()),
+    ):
+        waits = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", *command]
+        with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            found = credentials_of([psutil.Process(process.pid)])
+            process.communicate()
+        assert found == {tmp_path / each for each in want}, command
 
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
