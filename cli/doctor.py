@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv6Address, ip_address
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -178,7 +179,7 @@ def _addresses_in(command: Sequence[str]) -> set[str]:
 def _given(command: Sequence[str]) -> dict[str, str]:
     """What follows each word of a command line."""
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    return dict(zip(words, [*words[1:], ""], strict=True))
+    return dict(pairwise([*words, ""]))
 
 
 def _as_ipv4(address: str) -> str:

@@ -139,6 +139,22 @@ def test_root_sees_the_processes_of_all_users_and_others_see_their_own() -> None
     assert as_seen_by(os.getuid() + 2).found == "no process of Tidegate of this user runs"
 
 
+def test_a_process_that_takes_another_program_meanwhile_is_no_error() -> None:
+    class Changing(psutil.Process):
+        """It has no command line at its second look."""
+
+        num_looks = 0
+
+        def cmdline(self) -> list[str]:
+            self.num_looks += 1
+            return super().cmdline() if self.num_looks == 1 else []
+
+    def look(process: psutil.Process) -> Finding:
+        return listeners([Changing(process.pid)])
+
+    assert found_of("127.0.0.1", "services.of-a-test", look=look).health is Health.OK
+
+
 def test_a_credential_that_ends_within_two_weeks_gives_a_warning_with_the_command_that_renews_it(
     tmp_path: Path,
 ) -> None:
