@@ -61,7 +61,7 @@ from tidegate.cluster.machines import Machines
 from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
-from tidegate.launcher.claim import write_private
+from tidegate.launcher.claim import CannotStart, write_private
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import release
@@ -282,9 +282,14 @@ class Agent:
         return ServerGuard.of(self._credentials.of(Party.NODE), *users)
 
     async def _prepared(self, config: JobConfig) -> JobConfig:
+        """CannotStart, OSError: not now."""
         await self._spawner.ready()
         job = job_id(config.job)
-        self._credentials.issue_to_job(job)
+        try:
+            self._credentials.issue_to_job(job)
+        except OSError as error:
+            folder = self._credentials.of_job(job)
+            raise CannotStart(f"its credentials cannot be written to {folder} ({error}): make room there") from error
         self._fork_servers[job] = self._fork_server
         await self._servers.let_in(self._guard())
         own = str(self._credentials.of_job(job))

@@ -20,6 +20,7 @@ from tests.e2e.clusters import LOOK_AGAIN_S, Cluster, own_address
 from tests.e2e.jobs import REPOSITORY
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
+from tidegate.cluster.folder import ClusterDescription
 from tidegate.cluster.keepers import Keepers
 from tidegate.config.job_config import JobConfig
 from tidegate.json_text import parse_json
@@ -423,6 +424,19 @@ def test_a_restored_queue_goes_on_after_the_loss_of_all_that_the_cluster_had(clu
         assert (summary["lost"], summary["duplicates"], summary["iterations"]) == (0, 0, num_iterations)
     placed = [line["job"] for line in cluster.told() if line["state"] == "placed"]
     assert placed == ["waits", "goes-on"], "the urgent one first"
+
+
+def test_a_job_whose_start_is_refused_says_why_until_it_starts(cluster: Cluster) -> None:
+    cluster.run("up", "n0=3")
+    credentials = Path(ClusterDescription.parse(cluster.folder.description.read_bytes()).credentials)
+    (credentials / "jobs").touch()  # in place of the folder
+    cluster.submit("one")
+    while not (placed := cluster.until("one", state="placed")).message:
+        time.sleep(LOOK_AGAIN_S)
+    assert placed.message.startswith(f"cannot start yet: its credentials cannot be written to {credentials}/jobs/one (")
+    assert placed.message in cluster.run("describe", "one")
+    (credentials / "jobs").unlink()
+    cluster.until("one", state="finished")
 
 
 def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Path) -> None:

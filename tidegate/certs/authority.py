@@ -327,6 +327,7 @@ def _open(path: Path, flags: int = 0, *, mode: int = 0o600) -> IO[bytes]:
 def _write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     """Replaces the file at once, so that a reader has the old one or the new one."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of an earlier call that found no room
     with _open(partial, os.O_EXCL, mode=mode) as stream:
         stream.write(content)
     partial.rename(path)

@@ -16,6 +16,7 @@ Invariants:
 - Of two replicas that decide at once, one places a job. [test_cluster_loop: of_two_replicas]
 - An agent or a store that does not answer is asked again. [test_cluster_loop: that_does_not_answer]
 - A config that cannot be used ends its job and no other. [test_cluster_loop: that_cannot_be_used]
+- A job whose start the agent refuses says why. [test_cluster_loop: agent_refuses_is_told_once]
 - What a person was answered is kept, and a store that has lost it gets it again.
   [test_cluster_loop: as_it_was_in_a_new]
 - Who asks waits for that. [test_cluster_loop: until_the_store_has_its_jobs]
@@ -328,29 +329,32 @@ class ClusterLoop:
                 told = {"state": each.state, "gpus": each.gpus, "end": each.end, "message": each.message}
                 self._log.info("job", job=each.job, **{name: value for name, value in told.items() if value})
             self._wake.set()
-        await self._ask(step, seen)
-        await self._clear(step, texts)
+        records = dict(texts) | {each.job: each.to_json() for each in step.changed}
+        await self._ask(step, seen, records)
+        await self._clear(step, records)
         self._num_rounds += 1
         return seen.version
 
-    async def _clear(self, step: Step, texts: Mapping[JobId, bytes]) -> None:
-        """Removes what ended jobs have in NATS and Redis, then the oldest records."""
-        now = dict(texts) | {each.job: each.to_json() for each in step.changed}
+    async def _clear(self, step: Step, records: Mapping[JobId, bytes]) -> None:
+        """Removes what ended jobs have in NATS and Redis, then the oldest records. `records`: as the store has
+        them."""
         for each in step.clears:
             await self._streams.remove_job(each.job)
             cleared = replace(each, is_cleared=True).to_json()
-            await self.store.clear_submission(each.job, cleared, expected=now[each.job])
+            await self.store.clear_submission(each.job, cleared, expected=records[each.job])
         if step.dropped:
-            expected = {job: now[job] for job in step.dropped}
+            expected = {job: records[job] for job in step.dropped}
             await self.store.write_submissions(dict.fromkeys(step.dropped), expected=expected)
 
-    async def _ask(self, step: Step, seen: NodeView) -> None:
+    async def _ask(self, step: Step, seen: NodeView, records: Mapping[JobId, bytes]) -> None:
+        """`records`: as the store has them."""
         for each in step.starts:
             try:
                 text = await self.store.config_of(each.job, each.config)
                 config = placed_config(JobConfig.from_json(text or ""), seen.slots, each.gpus)
             except ValueError as error:  # damaged, or nodes that it does not fit
-                await self._refuse(each, f"its config cannot be used here ({error}): submit it again")
+                over = replace(each, state=SubmissionState.ENDED, gpus=(), end=End.FAILED)
+                await self._tell(over, f"its config cannot be used here ({error}): submit it again", records)
                 continue
             request = cluster_pb2.StartJobRequest(
                 job=each.job,
@@ -363,17 +367,20 @@ class ClusterLoop:
             try:
                 await self._agent.StartJob(request)
             except PeerRefused as refused:
-                self._log.warning("job is not started yet", job=each.job, error=refused.reason)
+                await self._tell(each, f"cannot start yet: {refused.reason}; it is tried again each second", records)
         for each in step.cancels:
             reason = each.with_reason("by hand")
             await self._agent.StopJob(cluster_pb2.StopJobRequest(job=each.job, cancels=True, reason=reason))
         for job in step.stops:
             await self._agent.StopJob(cluster_pb2.StopJobRequest(job=job))
 
-    async def _refuse(self, each: Submission, why: str) -> None:
-        over = replace(each, state=SubmissionState.ENDED, gpus=(), end=End.FAILED, message=why)
-        await self.store.write_submissions({each.job: over.to_json()}, expected={each.job: each.to_json()})
-        self._log.warning("job cannot start", job=each.job, message=why)
+    async def _tell(self, each: Submission, why: str, records: Mapping[JobId, bytes]) -> None:
+        """Writes it into the job's record, where that does not say so already."""
+        if each.message == why:
+            return
+        told = replace(each, message=why).to_json()
+        await self.store.write_submissions({each.job: told}, expected={each.job: records[each.job]})
+        self._log.warning("job cannot start", job=each.job, state=each.state, message=why)
 
     async def _wait(self, version: int) -> None:
         """For a change of the agent, or of this replica's records, and for `BEAT_S` at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import threading
 from collections.abc import AsyncIterator
@@ -40,13 +41,14 @@ ALL = cluster_gpus(NODES)
 
 @dataclass
 class Machine(cluster_pb2_grpc.NodeServicer):
-    """An agent whose jobs are numbers. `away`: so many calls get no answer."""
+    """An agent whose jobs are numbers. `away`: so many calls get no answer. `refuses`: why it starts no job."""
 
     starts: dict[str, cluster_pb2.JobStart] = field(default_factory=dict)
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: list[tuple[str, bool]] = field(default_factory=list)
     held: set[GpuId] = field(default_factory=set)
     away: int = 0
+    refuses: str = ""
     away_nodes: list[cluster_pb2.NodeAway] = field(default_factory=list)
 
     async def GetNode(self, request: cluster_pb2.GetNodeRequest, context: Any) -> cluster_pb2.GetNodeResponse:
@@ -71,8 +73,10 @@ class Machine(cluster_pb2_grpc.NodeServicer):
         return cluster_pb2.GetNodeMachineResponse(name=f"of {request.node}")
 
     async def StartJob(self, request: cluster_pb2.StartJobRequest, context: Any) -> cluster_pb2.StartJobResponse:
-        self.starts[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
         self.was_asked.set()
+        if self.refuses:
+            raise OSError(errno.ENOSPC, self.refuses)
+        self.starts[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
         return cluster_pb2.StartJobResponse()
 
     async def StopJob(self, request: cluster_pb2.StopJobRequest, context: Any) -> cluster_pb2.StopJobResponse:
@@ -161,6 +165,37 @@ async def test_a_config_that_cannot_be_used_ends_its_job_and_no_other(lab: Lab) 
     found = await loop.submissions()
     assert (found[ONE].end, found[JobId("good")].state) == ("failed", SubmissionState.RUNNING)
     assert "its config cannot be used here" in found[ONE].message
+
+
+async def test_a_start_that_the_agent_refuses_is_told_once_and_tried_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, store = await lab.replica()
+    servicer, told = ClusterServicer(loop, store, CLUSTER), list[str]()
+    write = store.write_submissions
+
+    async def noted(texts: Any, **kwargs: Any) -> None:
+        told.extend(Submission.parse(text).message for text in texts.values())
+        await write(texts, **kwargs)
+
+    await queued(loop, submitted(ONE))
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "write_submissions", noted)
+        for refuses in ("no room", "no room", "no room", "still none", "still none", ""):
+            lab.machine.refuses = refuses
+            lab.machine.was_asked.clear()
+            await loop.round()
+            assert lab.machine.was_asked.is_set()
+            (shown,) = (await servicer.ListSubmissions(cluster_pb2.ListSubmissionsRequest(), None)).submissions
+            assert (shown.state, shown.message) == ("placed", told[-1])
+        await loop.round()
+    no_room, still_none = (
+        f"cannot start yet: OSError: [Errno 28] {why}; it is tried again each second"
+        for why in ("no room", "still none")
+    )
+    assert told == ["", no_room, still_none, ""]
+    found = (await loop.submissions())[ONE]
+    assert (found.state, found.starts) == (SubmissionState.RUNNING, 1)
 
 
 async def test_a_job_that_ended_has_nothing_in_the_stores_any_more(lab: Lab) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import stat
 from collections.abc import Callable
@@ -55,6 +56,19 @@ def test_a_renewed_credential_takes_the_place_of_the_old_one_and_both_are_known(
     assert authority.issued() == [first, second]
     files = ["ca.pem", "credential.pem", "revoked.json", "store.password"]
     assert sorted(path.name for path in (tmp_path / "n0").iterdir()) == files
+
+
+def test_a_credential_for_which_there_was_no_room_is_issued_once_there_is(authority: Authority, tmp_path: Path) -> None:
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    has_line_of_the_list_but_no_certificate = 512
+    resource.setrlimit(resource.RLIMIT_FSIZE, (has_line_of_the_list_but_no_certificate, room[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            authority.issue(NODE, tmp_path / "n0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    authority.issue(NODE, tmp_path / "n0")
+    assert Credential.load(tmp_path / "n0").identity == NODE
 
 
 def test_what_is_revoked_is_in_every_later_credential(authority: Authority, tmp_path: Path) -> None:
