@@ -123,10 +123,15 @@ def _paths_here(config: str, told: bytes) -> list[str]:
 def _submit(args: argparse.Namespace, request: command_line_pb2.RunCommandRequest) -> None:
     """Puts the config, with the files that it names, in place of the words that name the config. ConfigError."""
     # Import here: the other commands must not pay for it.
+    from tidegate.cluster.placement import own_servers_fault
     from tidegate.cluster.shipping import packed
     from tidegate.config.files import load_sources, sources_of
+    from tidegate.config.job_config import ConfigError
+    from tidegate.config.reading.origins import with_origins
 
     sourced = load_sources(sources_of(args.config))
+    if (fault := own_servers_fault(sourced.config)) is not None:
+        raise ConfigError(with_origins(fault, sourced.layer))
     notes, config = list(sourced.notes), sourced.config
     folders: list[Files] = []
     if not args.no_copies:

@@ -22,6 +22,7 @@ from cli.usage import BadUsage
 from cli.views import iteration_text
 from tidegate.cluster.far_commands import decode_folders
 from tidegate.cluster.folder import ClusterFolder
+from tidegate.cluster.placement import own_servers_fault
 from tidegate.cluster.shipping import shipped, unpacked
 from tidegate.config.files import load_sources, sources_of
 from tidegate.config.job_config import ConfigError, JobConfig
@@ -45,6 +46,8 @@ def submit(args: argparse.Namespace, form: Form) -> int:
         raise BadUsage("--from-afar is for a job that another machine has sent: leave it out")
     source = _from_afar(Path(args.output_dir)) if args.from_afar else _typed(args)
     config = source.config.model_copy(update={"output_dir": str(Path(source.config.output_dir).resolve())})
+    if (fault := own_servers_fault(source.config)) is not None:
+        raise ConfigError(source.told(fault))
     folder = ClusterFolder.of(Path(config.output_dir))
     refuse_down(folder)
     command, start = source.command, Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH

@@ -10,6 +10,7 @@ Invariants:
 - GPUs of one node stay together. [test_placement: of_one_node_stay_together]
 - Jobs of a machine need no more host memory than it has. [test_placement: no_more_host_memory_than]
 - The placed config has the layouts and the rank order of the submitted one. [test_placement: keeps_the_order_of_ranks]
+- No key of servers of its own decides how a job uses those of the cluster. [test_placement: servers_of_its_own]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Self
 from tidegate.cluster.slots import Slots
 from tidegate.config.gpu_lists import gpu_indices
 from tidegate.config.job_config import ConfigError, JobConfig, parse_config
+from tidegate.config.sections.job import ServersSection
 from tidegate.sizes import size_text
 from tidegate.types import GpuId, NodeId, Role, gpu_id, node_of
 
@@ -105,8 +107,8 @@ def _chosen(needs: Sequence[int], room: Room, node_bytes: int, *, is_close: bool
 
 
 def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> JobConfig:
-    """The config with those nodes of the cluster that it has GPUs of, and with `gpus` for its own. ConfigError where it
-    does not fit there."""
+    """The config with those nodes of the cluster that it has GPUs of, with `gpus` for its own, and without servers.
+    ConfigError where it does not fit there."""
     if (fault := _other_cluster(config, slots)) is not None:
         raise ConfigError(fault)
     nodes = {node: count for node, count in slots.nodes.items() if node in set(map(node_of, gpus))}
@@ -118,6 +120,8 @@ def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> J
         return ",".join(str(at[there[own[index]]]) for index in gpu_indices(text)) if text else ""
 
     fields = config.model_dump(mode="json")
+    # An earlier release took configs with servers of their own into its queue, and backups have them.
+    del fields["servers"]
     fields["cluster"]["nodes"] = nodes
     placement = fields["cluster"]["component_placement"]
     for role in Role:
@@ -130,7 +134,7 @@ def placed_config(config: JobConfig, slots: Slots, gpus: tuple[GpuId, ...]) -> J
 def misfit(config: JobConfig, slots: Slots, *, node_bytes: int = 0, memory: tuple[HostMemory, ...] = ()) -> str | None:
     """Why the job can never run in this cluster, with the numbers. None: it can. `node_bytes`: the host memory that it
     needs on each node. `memory`: of machines, as far as it is known."""
-    if (fault := _other_cluster(config, slots)) is not None:
+    if (fault := own_servers_fault(config) or _other_cluster(config, slots)) is not None:
         return fault
     needs, room = needs_of(config), Room.whole(slots.nodes, memory)
     found = placed_gpus(needs, room, node_bytes=node_bytes)
@@ -152,6 +156,20 @@ def misfit(config: JobConfig, slots: Slots, *, node_bytes: int = 0, memory: tupl
     except ConfigError as error:
         return f"job {config.job} does not fit the cluster's nodes: {error}"
     return None
+
+
+def own_servers_fault(config: JobConfig) -> str | None:
+    """Why a job with servers of its own is not submitted. Their URLs may have passwords: only keys are named."""
+    default = ServersSection()
+    own = [
+        f"servers.{key}" for key in ServersSection.model_fields if getattr(config.servers, key) != getattr(default, key)
+    ]
+    if not own:
+        return None
+    return (
+        f"job {config.job} has {', '.join(own)}, and a cluster has its own servers: leave servers out, or start the "
+        "job by tidegate run, which uses yours"
+    )
 
 
 def memory_told(memory: Iterable[HostMemory]) -> str:

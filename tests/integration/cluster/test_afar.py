@@ -109,6 +109,21 @@ async def test_a_job_travels_with_its_files(lab: Lab, capfd: pytest.CaptureFixtu
     assert not (here / "mine").exists()
 
 
+async def test_a_job_with_servers_of_its_own_is_refused_before_anybody_is_called(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await knows(lab, "a=127.0.0.1:9")
+    here = Path.cwd()
+    (here / "job.yaml").write_text(yaml.safe_dump(small(here)))
+    capfd.readouterr()
+    words = ("submit", "job.yaml", "servers.redis_url=rediss://me:hunter2@h", "--cluster", "lab")
+    assert await typed(*words) == 2
+    assert capfd.readouterr().err == (
+        "tidegate: job small has servers.redis_url, and a cluster has its own servers: leave servers out, or start the "
+        "job by tidegate run, which uses yours [override servers.redis_url]\n"
+    )
+
+
 class Leaving(command_line_pb2_grpc.CommandLineServicer):
     """A keeper that goes in the middle of its first command, and the next one, which ends each."""
 

@@ -49,6 +49,12 @@ from tidegate.certs.identity import Identity, Party
         ("restore {jobs}/none.json", 2, "none.json is no backup that can be restored ([Errno 2]"),
         ("submit {config} --resume --force", 2, "--resume needs the files that --force removes"),
         ("submit {config} algorithm.group_size=0", 2, "algorithm.group_size"),
+        (
+            "submit {config} servers.redis_replicas=1",
+            2,
+            "job small has servers.redis_replicas, and a cluster has its own servers: leave servers out, or start the "
+            "job by tidegate run, which uses yours [override servers.redis_replicas]",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_told(

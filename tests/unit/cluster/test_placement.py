@@ -80,6 +80,19 @@ def test_a_job_that_can_never_fit_is_told_with_the_numbers() -> None:
         placed_config(of_size("one", 3), shared, gpus("0/0 0/1 0/2"))
 
 
+def test_a_job_with_servers_of_its_own_is_refused_and_placed_without_them() -> None:
+    """An earlier release took such jobs into its queue."""
+    config = of_size("one", 3)
+    own = {"redis_url": "rediss://u:hunter2@h", "nats_replicas": 3, "redis_replicas": 1, "credentials_travel": True}
+    with_own = config.model_copy(update={"servers": config.servers.model_copy(update=own)})
+    assert misfit(with_own, Slots(TWO)) == (
+        "job one has servers.redis_url, servers.nats_replicas, servers.redis_replicas, servers.credentials_travel, and "
+        "a cluster has its own servers: leave servers out, or start the job by tidegate run, which uses yours"
+    )
+    there = gpus("0/0 0/1 0/2")
+    assert placed_config(with_own, Slots(TWO), there) == placed_config(config, Slots(TWO), there)
+
+
 @pytest.mark.parametrize("text", ["0", "1,0"])
 def test_an_empty_list_stays_empty(text: str) -> None:
     config = config_of("two", {"a": 4}, text, "2", "3")
