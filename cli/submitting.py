@@ -31,6 +31,7 @@ from tidegate.job import Job, JobFolder, command_in
 from tidegate.launcher.claim import Start
 from tidegate.launcher.control import NotRunning
 from tidegate.launcher.host_memory import node_bytes
+from tidegate.launcher.preflight import masked
 from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
 from tidegate.v1 import cluster_pb2, command_line_pb2, types_pb2
@@ -45,12 +46,14 @@ def submit(args: argparse.Namespace, form: Form) -> int:
     if args.from_afar and args.output_dir is None:
         raise BadUsage("--from-afar is for a job that another machine has sent: leave it out")
     source = _from_afar(Path(args.output_dir)) if args.from_afar else _typed(args)
-    config = source.config.model_copy(update={"output_dir": str(Path(source.config.output_dir).resolve())})
     if (fault := own_servers_fault(source.config)) is not None:
         raise ConfigError(source.told(fault))
+    config = source.config.model_copy(update={"output_dir": str(Path(source.config.output_dir).resolve())})
     folder = ClusterFolder.of(Path(config.output_dir))
     refuse_down(folder)
-    command, start = source.command, Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
+    # People read it in messages, and all users of the machine in the list of processes.
+    command = shlex.join(map(masked, source.words))
+    start = Start.RESUME if args.resume else Start.FORCE if args.force else Start.FRESH
     for warning in (*source.notes, *config.warnings()):
         print(f"tidegate: {warning}", file=sys.stderr)
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_submitted=True)
@@ -70,10 +73,10 @@ def submit(args: argparse.Namespace, form: Form) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A config, what a person types to submit it again, and what a fault becomes, with the lines that it is of."""
+    """A config, the words that submit it again, and what a fault becomes, with the lines that it is of."""
 
     config: JobConfig
-    command: str
+    words: Sequence[str]
     notes: Sequence[str] = ()
     told: Callable[[str], str] = str
 
@@ -87,7 +90,7 @@ def _typed(args: argparse.Namespace) -> _Source:
         words += ["--output-dir", args.output_dir]
     words += ["--no-copies"] if args.no_copies else []
     told = partial(with_origins, layer=sourced.layer)
-    return _Source(sourced.config, shlex.join(words), sourced.notes, told)
+    return _Source(sourced.config, words, sourced.notes, told)
 
 
 def _from_afar(output_dir: Path) -> _Source:
@@ -95,9 +98,10 @@ def _from_afar(output_dir: Path) -> _Source:
     try:
         sent = command_line_pb2.FarSubmission.FromString(sys.stdin.buffer.read())
         config = JobConfig.from_json(unpacked(sent.config, decode_folders(sent.folders), output_dir))
+        words = shlex.split(sent.typed)
     except (DecodeError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the job cannot be taken as it was sent: {error}") from error
-    return _Source(config.model_copy(update={"output_dir": str(output_dir)}), sent.typed)
+    return _Source(config.model_copy(update={"output_dir": str(output_dir)}), words)
 
 
 async def _with_copies(request: RunRequest) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -437,6 +438,17 @@ def test_a_job_whose_start_is_refused_says_why_until_it_starts(cluster: Cluster)
     assert placed.message in cluster.run("describe", "one")
     (credentials / "jobs").unlink()
     cluster.until("one", state="finished")
+
+
+def test_no_password_among_the_words_of_a_submission_is_kept_or_shown(cluster: Cluster) -> None:
+    """What the record has is shown in messages, and among the words of the job's launcher."""
+    cluster.run("up", "n0=3")
+    cluster.submit("one", 'tracking.wandb.tags=["https://me:hunter2@host"]')
+    record = parse_json((cluster.folder.queue / "records" / "one.json").read_text())
+    words = ["tidegate", "submit", f"{cluster.output_dir.parent}/one.yaml", 'tracking.wandb.tags=["https://***@host"]']
+    assert shlex.split(record["command"]) == [*words, "--output-dir", str(cluster.output_dir)]
+    cluster.until("one", state="finished")
+    assert "me:hunter2@host" in (cluster.output_dir / "one" / "config.json").read_text(), "the job has it"
 
 
 def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Path) -> None:
