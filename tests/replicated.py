@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 import socket
+import ssl
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -15,12 +17,23 @@ from typing import Any, cast
 
 import nats
 import nats.errors
+from nats.aio.client import Client
 from nats.js.api import ClusterInfo
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from tidegate.adapters.permissions import inbox_prefix
 from tidegate.adapters.redis_store import redis_store
-from tidegate.runtime.server_kinds import MAX_PAYLOAD_BYTES, NATS, VALKEY, packaged_binary
+from tidegate.certs.authority import CA_CERT, CREDENTIAL
+from tidegate.runtime.server_kinds import (
+    MAX_PAYLOAD_BYTES,
+    NATS,
+    VALKEY,
+    ServerGuard,
+    nats_rights,
+    packaged_binary,
+    store_rights,
+)
 from tidegate.types import LOOPBACK
 
 PATIENCE_S = 60.0
@@ -29,6 +42,8 @@ DOWN_AFTER_MS = 2000
 """Two of a Sentinel's pings. After one alone it may take a new primary for dead that has not answered it yet."""
 NUM_SERVERS = 3
 PRIMARY = "tidegate"
+_OWNER = "owner"
+"""The user of the replicas, the Sentinels and the tests, where Redis has users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +68,17 @@ class Replicated:
         has_redis: bool = True,
         machines: Sequence[Machine] = (),
         disk: Callable[[Path], None] | None = None,
+        guard: ServerGuard | None = None,
     ) -> None:
-        """`machines`: one for each number; none: all run on loopback. `disk`: makes the folder of a server one."""
+        """`machines`: one for each number; none: all run on loopback. `disk`: makes the folder of a server one.
+        `guard`: whom the servers let in, and Redis the tests too. Sentinels let everybody in."""
         self._folder = folder
         self._machines = machines or [Machine()] * NUM_SERVERS
         self._folder.mkdir(parents=True, exist_ok=True)
         self._has_nats, self._has_redis = has_nats, has_redis
         self._disk = disk
+        self._guard = guard
+        self._login: dict[str, Any] = {} if guard is None else {"username": _OWNER, "password": secrets.token_urlsafe()}
         ports = _free_ports(4 * NUM_SERVERS)
         self.nats, self._routes, self.valkey, self._sentinels = (
             ports[at : at + NUM_SERVERS] for at in range(0, len(ports), NUM_SERVERS)
@@ -81,8 +100,9 @@ class Replicated:
 
     def client_of(self, name: str) -> Redis:
         """A client of one valkey or Sentinel."""
-        number, ports = int(name[-1]), self.valkey if name.startswith("valkey") else self._sentinels
-        return Redis(host=self._machines[number].redis, port=ports[number], decode_responses=True)
+        number, is_valkey = int(name[-1]), name.startswith("valkey")
+        host, ports = self._machines[number].redis, self.valkey if is_valkey else self._sentinels
+        return Redis(host=host, port=ports[number], decode_responses=True, **(self._login if is_valkey else {}))
 
     async def __aenter__(self) -> Replicated:
         try:
@@ -141,7 +161,7 @@ class Replicated:
 
     async def term(self) -> int:
         """That of the store on the primary, which is open."""
-        store = redis_store(self.redis_url)
+        store = redis_store(self.redis_url, credential=None if self._guard is None else self._guard.users[0].folder)
         try:
             found = await store.identity()
         finally:
@@ -171,7 +191,7 @@ class Replicated:
     async def cluster_of(self, stream: str, *, asked: str = "") -> ClusterInfo:
         """The leader and the followers of a stream, as one NATS server says, or any."""
         urls = [self.url_of_nats(int(asked[-1]))] if asked else self.nats_url.split(",")
-        client = await nats.connect(urls)
+        client = await self._connected(urls)
         try:
             found = (await client.jetstream().stream_info(stream)).cluster
         finally:
@@ -194,16 +214,26 @@ class Replicated:
                 },
                 "cluster": {"name": "test", "listen": f"{machine.nats}:{self._routes[number]}", "routes": routes},
             }
-            (folder / "nats.conf").write_text(json.dumps(config))
+            lines = [f"{key}: {json.dumps(value)}" for key, value in config.items()]
+            lines += [] if self._guard is None else [nats_rights(self._guard)]
+            (folder / "nats.conf").write_text("\n".join(lines))
             self._commands[f"nats{number}"] = [str(packaged_binary(NATS)), "--config", "nats.conf"]
 
     def _configure_redis(self) -> None:
         binary = str(packaged_binary(VALKEY))
+        login = ""
+        if self._guard is not None:
+            password = self._login["password"]
+            users = f"{store_rights(self._guard)}user {_OWNER} on >{password} ~* &* +@all\n"
+            login = f"sentinel auth-user {PRIMARY} {_OWNER}\nsentinel auth-pass {PRIMARY} {password}\n"
         for number, port in enumerate(self.valkey):
-            self._made(f"valkey{number}")
+            folder = self._made(f"valkey{number}")
             options = ["--port", str(port), "--bind", self._machines[number].redis, "--protected-mode", "no"]
             options += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
             options += ["--repl-diskless-sync-delay", "0"]
+            if self._guard is not None:
+                (folder / "users.acl").write_text(users)
+                options += ["--aclfile", "users.acl", "--primaryuser", _OWNER, "--primaryauth", password]
             if number:
                 options += ["--replicaof", f"{self._machines[0].redis} {self.valkey[0]}"]
             self._commands[f"valkey{number}"] = [binary, *options]
@@ -213,7 +243,7 @@ class Replicated:
                 f"port {port}\nbind {self._machines[number].redis}\nprotected-mode no\n"
                 f"sentinel monitor {PRIMARY} {self._machines[0].redis} {self.valkey[0]} 2\n"
                 f"sentinel down-after-milliseconds {PRIMARY} {DOWN_AFTER_MS}\n"
-                f"sentinel failover-timeout {PRIMARY} 5000\n"
+                f"sentinel failover-timeout {PRIMARY} 5000\n{login}"
             )
             self._commands[f"sentinel{number}"] = [binary, "sentinel.conf", "--sentinel"]
 
@@ -226,9 +256,18 @@ class Replicated:
             self._disk(folder)
         return folder
 
+    async def _connected(self, urls: list[str], **options: Any) -> Client:
+        """With a guard, as its first user."""
+        if self._guard is not None:
+            own = self._guard.users[0]
+            context = ssl.create_default_context(cafile=own.folder / CA_CERT)
+            context.load_cert_chain(own.folder / CREDENTIAL)
+            options |= {"tls": context, "inbox_prefix": inbox_prefix(own.identity)}
+        return await nats.connect(urls, **options)
+
     async def _nats_has_a_leader(self) -> bool:
         with suppress(OSError, TimeoutError, nats.errors.Error):
-            client = await nats.connect(self.nats_url.split(","), allow_reconnect=False, error_cb=_ignored)
+            client = await self._connected(self.nats_url.split(","), allow_reconnect=False, error_cb=_ignored)
             try:
                 await client.jetstream().account_info()
                 return True

@@ -11,11 +11,9 @@ import pytest
 
 from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws
-from tidegate.certs.authority import Authority
-from tidegate.certs.identity import Identity, Party
+from tests.own_servers import guarded
 from tidegate.launcher.claim import host_memory_folder
 from tidegate.runtime.embedded import EmbeddedServer, EmbeddedServers
-from tidegate.runtime.server_kinds import ServerGuard
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -62,11 +60,7 @@ async def test_a_job_on_servers_given_by_url_starts_none_and_leaves_them_running
 async def test_a_job_shows_servers_of_ones_own_the_credentials_of_their_cluster(
     want_checksum: str, tmp_path: Path
 ) -> None:
-    authority, credentials = Authority.create(tmp_path / "ca", "lab"), tmp_path / "credentials"
-    for party, name in ((Party.SCHEDULER, "a"), (Party.JOB, "plain")):
-        authority.issue(Identity("lab", party, name), credentials / party)
-    authority.issue(Identity("lab", Party.NODE, "n0"), tmp_path / "own", addresses=["127.0.0.1"])
-    guard = ServerGuard.of(tmp_path / "own", credentials / Party.SCHEDULER, credentials / Party.JOB)
+    credentials, guard = guarded("plain", tmp_path)
     async with EmbeddedServers(tmp_path / "own-servers", guard=guard) as servers:
         section = _urls(servers) | {"nats_credentials": str(credentials), "redis_credentials": str(credentials)}
         async with running(small_job("plain", servers=section), tmp_path) as job:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.own_servers import guarded
 from tests.replicated import NUM_SERVERS, Replicated, until
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.redis_store import redis_store
+from tidegate.certs.identity import Party
 from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.ownership.records import StoreNotAdopted, StoreUnavailable
-from tidegate.types import LOOPBACK, GpuId, JobId
+from tidegate.types import LOOPBACK, GpuId, InstanceId, JobId
 
 GPUS = tuple(GpuId(f"n0/{index}") for index in range(4))
 JOB = JobId("job")
@@ -45,6 +47,25 @@ async def test_a_write_that_no_replica_has_is_unknown_also_when_it_is_repeated(s
     await store.register(GPUS)
     assert set(await store.gpus()) == set(GPUS)
     await store.aclose()
+
+
+async def test_a_job_with_its_credential_alone_has_such_a_write_settled(tmp_path: Path) -> None:
+    credentials, guard = guarded(JOB, tmp_path)
+    async with Replicated(tmp_path / "servers", has_nats=False, guard=guard) as servers:
+        scheduler, job = (
+            redis_store(servers.redis_url, credential=credentials / party) for party in (Party.SCHEDULER, Party.JOB)
+        )
+        await adopt(scheduler, MemoryTermRegister(), no_gates)
+        await job.attach()
+        first = await job.next_boot(JOB, InstanceId("actor@n0"))
+        for name in ("valkey1", "valkey2"):
+            servers.freeze(name)
+        with pytest.raises(StoreUnavailable, match="0 of 1 replicas have it"):
+            await job.next_boot(JOB, InstanceId("actor@n0"))
+        servers.thaw("valkey2")
+        assert await job.next_boot(JOB, InstanceId("actor@n0")) > first
+        for store in (scheduler, job):
+            await store.aclose()
 
 
 async def test_a_new_primary_is_refused_until_it_is_adopted_and_has_every_write_that_counted(
