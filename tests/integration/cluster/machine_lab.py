@@ -104,13 +104,12 @@ class Lab:
         return found
 
 
-def programs_of(agent: psutil.Process) -> list[psutil.Process]:
-    """What an agent started: until its exec a child has the words of its parent."""
-    found, own = [], agent.cmdline()
+def programs_of(agent: psutil.Process, code: str) -> list[psutil.Process]:
+    """Those children of an agent that run `code`. Until its exec a child has the words of its parent."""
+    found = []
     for each in agent.children():
         with suppress(psutil.Error):  # it has just ended
-            words = each.cmdline()
-            found += [each] if "-c" in words and words != own else []
+            found += [each] if each.cmdline()[1:] == ["-c", code] else []
     return found
 
 

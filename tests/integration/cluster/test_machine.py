@@ -54,13 +54,13 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         with suppress(ProcessLookupError):
             stand_in.kill()
         await stand_in.communicate()
-    for each in programs():
+    for each in programs(found):
         each.kill()
 
 
-def programs() -> list[psutil.Process]:
+def programs(lab: Lab) -> list[psutil.Process]:
     """The agent runs in this process: what it started is a child of it."""
-    return programs_of(psutil.Process())
+    return programs_of(psutil.Process(), lab.code)
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
@@ -97,18 +97,18 @@ async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pyte
     start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
     first = await lab.stand_in(config)
     await until(lambda: "ready" in lab.printed(config))
-    (before,) = programs()
+    (before,) = programs(lab)
     first.kill()
     await first.wait()
     async with aclosing(calls(lab, start, stays=True)) as responses:
         async for response in responses:
-            assert len(programs()) <= 1
+            assert len(programs(lab)) <= 1
             if response.WhichOneof("body") == "started":
                 break
         # What was started a moment ago may still look like the process that forked it.
-        await until(lambda: bool(programs()))
-        assert [each.pid for each in programs()] != [before.pid]
-    await until(lambda: not programs())
+        await until(lambda: bool(programs(lab)))
+        assert [each.pid for each in programs(lab)] != [before.pid]
+    await until(lambda: not programs(lab))
 
 
 async def test_a_call_that_is_cancelled_again_and_again_keeps_its_place_until_its_process_is_gone(
@@ -133,17 +133,17 @@ async def test_a_call_that_is_cancelled_again_and_again_keeps_its_place_until_it
     while not call.done():
         call.cancel()
         await asyncio.sleep(0)
-    assert len(programs()) == 1
+    assert len(programs(lab)) == 1
     async with aclosing(bodies()) as second:
         assert await anext(second) == "beat"
     await servicer.aclose()
-    assert not programs()
+    assert not programs(lab)
 
 
 async def test_the_agent_has_the_credential_for_itself(lab: Lab) -> None:
     config = lab.config()
     await lab.stand_in(config)
-    await until(lambda: len(programs()) == 1)
+    await until(lambda: len(programs(lab)) == 1)
     memory = Path(config.runtime.host_memory_root)
     found = credential_folder(memory, Party.JOB) / CREDENTIAL
     assert found.read_text() == "secret"
@@ -192,7 +192,7 @@ async def test_a_stand_in_waits_for_an_agent_that_is_not_there_yet(lab: Lab) -> 
     assert stand_in.stderr is not None
     assert b"the agent of b at" in await stand_in.stderr.readline()
     lab.server = await lab.serve(endpoint)
-    await until(lambda: len(programs()) == 1)
+    await until(lambda: len(programs(lab)) == 1)
     assert stand_in.returncode is None
 
 
@@ -210,12 +210,12 @@ async def test_a_refusal_ends_a_stand_in_for_good(lab: Lab) -> None:
 async def test_a_process_ends_with_its_call(lab: Lab) -> None:
     config = lab.config()
     stand_in = await lab.stand_in(config)
-    await until(lambda: len(programs()) == 1)
+    await until(lambda: len(programs(lab)) == 1)
     memory = Path(config.runtime.host_memory_root)
     await until(memory.is_dir)
     stand_in.kill()
     await stand_in.wait()
-    await until(lambda: not programs() and not memory.exists())
+    await until(lambda: not programs(lab) and not memory.exists())
 
 
 async def test_a_silent_caller_is_gone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +225,17 @@ async def test_a_silent_caller_is_gone(lab: Lab, monkeypatch: pytest.MonkeyPatch
     bodies = [response.WhichOneof("body") async for response in calls(lab, start, stays=True)]
     assert bodies[0] == "started"
     assert set(bodies[1:]) == {"beat"}
-    await until(lambda: not programs())
+    await until(lambda: not programs(lab))
 
 
 async def test_an_agent_that_is_gone_is_told(lab: Lab) -> None:
     stand_in = await lab.stand_in(lab.config())
-    await until(lambda: len(programs()) == 1)
+    await until(lambda: len(programs(lab)) == 1)
     await lab.server.stop(grace_s=0)
     assert await stand_in.wait() == 1
     assert stand_in.stderr is not None
     assert b"the agent of b at" in await stand_in.stderr.read()
-    await until(lambda: not programs())
+    await until(lambda: not programs(lab))
 
 
 def _without_config(start: machine_pb2.ProcessStart) -> None:
@@ -284,7 +284,7 @@ async def test_what_cannot_run_here_is_refused_and_nothing_is_written_outside_ho
         [_ async for _ in calls(lab, start)]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sorted(lab.folder.rglob("*")) == before
-    assert not programs()
+    assert not programs(lab)
 
 
 async def test_a_question_for_gates_makes_nothing_and_refuses_a_root_that_is_not_there(lab: Lab) -> None:

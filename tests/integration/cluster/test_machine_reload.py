@@ -68,9 +68,11 @@ class Agent:
     """A process of its own, whose processes run `code`."""
 
     lab: Lab
+    code: str = ""
     process: subprocess.Popen[str] | None = None
 
     def start(self, code: str, *, kept_s: int = 30) -> None:
+        self.code = code
         words = [sys.executable, "-c", AGENT, str(self.lab.folder), self.lab.server.endpoint, code, str(kept_s)]
         self.run(words)
 
@@ -97,7 +99,7 @@ class Agent:
 
     def programs(self) -> list[psutil.Process]:
         assert self.process is not None
-        return programs_of(psutil.Process(self.process.pid))
+        return programs_of(psutil.Process(self.process.pid), self.code)
 
 
 @pytest.fixture
