@@ -6,8 +6,8 @@ sides have servers of the same kind on this machine, and take turns, step by ste
 has TLS on neither, because the embedded server has none.
 
 `failover_redis_s`, `failover_nats_s`: the time that a small job loses when the primary of Redis dies, or the NATS
-server that leads its events (`cluster_failover`); the median of five. Some runs of Redis take 22 s: its Sentinels fail
-over twice, since the new primary does not answer within the second that the tests give a primary.
+server that leads its events (`cluster_failover`); the median of five. Sentinels take a primary that is silent for 2 s
+for dead, which is most of what Redis costs.
 
 `submit_over_cold_run`: from a person's `submit` to the report of a job's first iteration, on a warm cluster, over the
 same from `tidegate run` (`cluster_submit`).

@@ -88,7 +88,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except OSError as error:
         if isinstance(error, PermissionError) and error.filename is not None:
-            return _say(f"{error}: call the command as the user whose it is", code=FAILED)
+            return _say(f"{error}: call the command as the user whose it is, or name another path", code=FAILED)
         if error.errno not in _FULL:
             raise
         _drop_output()

@@ -110,11 +110,11 @@ def credential(folder: Path) -> Finding:
 
 
 def credentials_of(processes: Iterable[psutil.Process]) -> set[Path]:
-    """The folders that the command lines of agents name, of this user."""
+    """The folders that the command lines of agents name. Root sees those of all users, others their own."""
     found = set[Path]()
     for process in processes:
         with suppress(psutil.Error):
-            if process.uids().real == os.getuid() and handover.is_agent(command := process.cmdline()):
+            if os.getuid() in (0, process.uids().real) and handover.is_agent(command := process.cmdline()):
                 given = _given(command)
                 folders = [given.get("--credentials", ""), given.get("--node-credentials", "")]
                 with suppress(ValueError, LookupError):

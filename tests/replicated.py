@@ -7,7 +7,6 @@ import json
 import secrets
 import signal
 import socket
-import ssl
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,9 +21,8 @@ from nats.js.api import ClusterInfo
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tidegate.adapters.permissions import inbox_prefix
+from tests.server_credentials import nats_options
 from tidegate.adapters.redis_store import redis_store
-from tidegate.certs.authority import CA_CERT, CREDENTIAL
 from tidegate.runtime.server_kinds import (
     MAX_PAYLOAD_BYTES,
     NATS,
@@ -78,7 +76,7 @@ class Replicated:
         self._has_nats, self._has_redis = has_nats, has_redis
         self._disk = disk
         self._guard = guard
-        self._login: dict[str, Any] = {} if guard is None else {"username": _OWNER, "password": secrets.token_urlsafe()}
+        self._login: dict[str, Any] = {} if guard is None else {"username": _OWNER, "password": secrets.token_hex()}
         ports = _free_ports(4 * NUM_SERVERS)
         self.nats, self._routes, self.valkey, self._sentinels = (
             ports[at : at + NUM_SERVERS] for at in range(0, len(ports), NUM_SERVERS)
@@ -258,12 +256,8 @@ class Replicated:
 
     async def _connected(self, urls: list[str], **options: Any) -> Client:
         """With a guard, as its first user."""
-        if self._guard is not None:
-            own = self._guard.users[0]
-            context = ssl.create_default_context(cafile=own.folder / CA_CERT)
-            context.load_cert_chain(own.folder / CREDENTIAL)
-            options |= {"tls": context, "inbox_prefix": inbox_prefix(own.identity)}
-        return await nats.connect(urls, **options)
+        own = None if self._guard is None else self._guard.users[0].folder
+        return await nats.connect(urls, **options, **nats_options(own))
 
     async def _nats_has_a_leader(self) -> bool:
         with suppress(OSError, TimeoutError, nats.errors.Error):

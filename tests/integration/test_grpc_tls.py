@@ -182,15 +182,17 @@ def test_the_last_good_list_of_revoked_ones_stays_until_there_is_one_again(lab: 
     credentials = Credentials(folder)
     before = credentials.now()
     with capture_logs() as lines:
-        (folder / "revoked.json").rename(lab.folder / "away")
-        assert credentials.now() is before
+        (folder / "revoked.json").unlink()
+        assert credentials.now() == before
         lab.authority.issue(JOB, lab.folder / "next")
         shutil.copy(lab.folder / "next/credential.pem", folder)
-        assert credentials.now() is before, "a renewed credential does not make up for the list"
+        renewed = credentials.now()
+        assert (renewed.cert != before.cert, renewed.revoked) == (True, before.revoked)
     want = f"{folder / 'revoked.json'} is gone: copy the authority's there"
-    assert [(line["event"], line["error"]) for line in lines] == [("credential not read again", want)] * 2
-    (lab.folder / "away").rename(folder / "revoked.json")
-    assert credentials.now().cert != before.cert
+    assert [(line["event"], line["error"]) for line in lines] == [("revoked ones not read again", want)] * 2
+    lab.authority.revoke(lab.authority.issued()[-1].serial)
+    shutil.copy(lab.folder / "ca/revoked.json", folder)
+    assert credentials.now().revoked != before.revoked
 
 
 def test_a_renewed_credential_counts_in_a_folder_that_never_had_a_list_of_revoked_ones(lab: Lab) -> None:

@@ -7,6 +7,7 @@ import shutil
 import ssl
 import stat
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tidegate.certs.identity import Identity, Party
 from tidegate.ownership.adoption import GateReports, adopt
 from tidegate.runtime import server_kinds
 from tidegate.runtime.embedded import EmbeddedServers
-from tidegate.runtime.server_kinds import ServerGuard
+from tidegate.runtime.server_kinds import VALKEY, Running, ServerGuard
 from tidegate.types import InstanceId, JobId, Role
 
 MATH, OTHER = JobId("math"), JobId("other")
@@ -208,6 +209,21 @@ async def _plain_connect(port: int) -> bytes:
         return b""
     finally:
         writer.close()
+
+
+async def test_who_could_not_be_let_in_is_let_in_by_the_next_call(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(running: Running, before: ServerGuard, guard: ServerGuard) -> None:
+        raise OSError("valkey gave no answer within 5 s")
+
+    late = lab.of(Party.JOB, "late")
+    guard = ServerGuard.of(lab.own, lab.of(Party.SCHEDULER, "a"), lab.of(Party.JOB, MATH), late)
+    with monkeypatch.context() as patched:
+        patched.setattr(lab.servers.store, "_kind", replace(VALKEY, reload=silent))
+        with pytest.raises(OSError, match="no answer"):
+            await lab.servers.let_in(guard)
+    await lab.servers.let_in(guard)
+    async with Redis.from_url(lab.servers.store.url, protocol=2, **redis_options(late)) as client:
+        assert await client.ping()
 
 
 async def test_who_is_let_in_later_disturbs_nobody_and_who_is_put_out_has_no_right_any_more(lab: Lab) -> None:

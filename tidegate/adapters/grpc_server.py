@@ -185,8 +185,6 @@ async def serve(
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     bound = _bind(server, f"{host}:{port}", None if tls is None else tls.for_server())
     await server.start()
-    if tls is not None:
-        tls.warn_of_its_end()
     return RpcServer(server, health_service, f"{host}:{bound}")
 
 

@@ -10,8 +10,8 @@ A client connects to an identity, not to an address: TLS compares the server's c
 
 The files are read again for each connection that a server takes, and for each channel that a client opens. So a renewed
 credential, and a longer list of revoked ones, count without a restart. Where they cannot be read, the last good ones
-stay in force, with a warning. So it is where the list of revoked ones was there and is gone. A folder that never had
-one is fine.
+stay in force, with a warning. Where the list of revoked ones was there and is gone, the last one stays in force. A
+folder that never had one is fine.
 
 Invariants:
 - A call without a credential, or with a foreign or an expired one, does not reach its handler.
@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Credentials:
         self._folder = folder
         self._seen = self._stamps()
         self._current = Credential.load(folder)
+        self._warned: date | None = None
         self._log = structlog.get_logger("tidegate.tls")
 
     @property
@@ -66,9 +68,10 @@ class Credentials:
         return self._current
 
     def warn_of_its_end(self) -> None:
-        """Logs it where the end is near."""
-        own = self.now()
-        if own.days_left() < SOON_DAYS:
+        """Logs it once a day where the end is near."""
+        own, today = self.now(), datetime.now(UTC).date()
+        if own.days_left() < SOON_DAYS and self._warned != today:
+            self._warned = today
             self._log.warning("credential ends soon", message=f"{own.until()}: {own.renewal()}")
 
     def for_server(self) -> grpc.ServerCredentials:
@@ -79,14 +82,18 @@ class Credentials:
         return Access(self, services, for_all=for_all)
 
     def _server_now(self) -> grpc.ServerCertificateConfiguration:
+        """For each connection."""
         own = self.now()
+        self.warn_of_its_end()
         return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], root_certificates=own.ca)
 
     def _read_again(self) -> Credential:
         """CertsError."""
         found = Credential.load(self._folder)
         if found.revoked is None and self._current.revoked is not None:
-            raise CertsError(f"{self._folder / REVOKED} is gone: copy the authority's there")
+            gone = self._folder / REVOKED
+            self._log.warning("revoked ones not read again", error=f"{gone} is gone: copy the authority's there")
+            return replace(found, revoked=self._current.revoked)
         return found
 
     def _stamps(self) -> tuple[tuple[int, int] | None, ...]:

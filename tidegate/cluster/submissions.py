@@ -52,7 +52,7 @@ class Submission:
     priority: int
     submitted_unix_ms: int
     command: str
-    """What a person types to submit it again, without its flags."""
+    """The words that submitted it, without flags and without the passwords of URLs. For messages."""
     needs: tuple[int, ...]
     """Its GPUs on each node of its config. Those of a node stay together."""
     state: SubmissionState = SubmissionState.QUEUED

@@ -11,7 +11,7 @@ Invariants:
 - A repeat gets the stored result and is not worked on again. [test_component: sent_again_gets_the_stored_answer]
 - A stored command is worked on, also where its caller dies or the store's answer is lost meanwhile.
   [test_component: whose_caller_dies] [test_component: whose_storing_has_an_unknown_outcome]
-- A command that comes to a store that has failed over waits until it is adopted again.
+- A command that was decided after a failover of the store waits until this instance has joined again.
   [test_component: first_after_a_failover]
 - A command that was decided before a failover is refused after it. [test_component: decided_before_a_failover]
 - A repeat brings the lead the present addresses. [test_component: sent_again_brings_the_present_addresses]
@@ -112,7 +112,7 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         check_parts(command)
         if header.job != self._job:
             return _refused(f"command {header.id} is for job {header.job!r}, this instance works for {self._job!r}")
-        stored = await self._recall(CommandId(header.id))
+        stored = await self._recall(header)
         if stored is not None:
             with suppress(CommandRefused):
                 self._host().lead_for(header).repeated(command)
@@ -129,12 +129,12 @@ class ComponentServicer(commands_pb2_grpc.ComponentServicer):
         await asyncio.shield(storing)
         return _ACCEPTED
 
-    async def _recall(self, command: CommandId) -> bytes | None:
+    async def _recall(self, header: commands_pb2.CommandHeader) -> bytes | None:
         try:
-            return await self._log.recall(self._job, command)
+            return await self._log.recall(self._job, CommandId(header.id))
         except StoreNotAdopted:
-            await self._host().renewed()
-            return await self._log.recall(self._job, command)
+            await self._host().until_term(header.term)
+            return await self._log.recall(self._job, CommandId(header.id))
 
     async def _store_and_take(self, lead: Lead, command: Command) -> None:
         await self._log.remember(self._job, CommandId(command.header.id), _ACCEPTED.SerializeToString())

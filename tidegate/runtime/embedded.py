@@ -159,11 +159,14 @@ class EmbeddedServer:
         start it again then."""
         assert self._guard is not None, "a server without a guard lets everybody in"
         before, self._guard = self._guard, guard
-        if anew:
-            before = replace(before, users=())
-        self._kind.arguments(self._folder, self.port, guard)  # the files that a start reads, and NATS now
-        if self.is_running:
-            await self._kind.reload(Running(self.port, self.pid, self.log_path), before, guard)
+        known = replace(before, users=()) if anew else before
+        try:
+            self._kind.arguments(self._folder, self.port, guard)  # the files that a start reads, and NATS now
+            if self.is_running:
+                await self._kind.reload(Running(self.port, self.pid, self.log_path), known, guard)
+        except OSError:
+            self._guard = before  # so that the next call tells the server of these users again
+            raise
 
     async def exited(self) -> int:
         """Waits for the server's death. Returns the exit status, negative for a signal."""

@@ -127,12 +127,13 @@ class ComponentHost:
         self._incarnation = max(self._incarnation, header.incarnation)
         return self._lead
 
-    async def renewed(self) -> None:
-        """Renews the lease and the lead now. Where the store refuses that, waits until it is adopted and this instance
-        has joined again."""
+    async def until_term(self, term: int) -> None:
+        """Renews the lease and the lead now, since the store refuses this instance. Waits for that where the store is
+        under `term`, and this instance knows of an earlier one."""
         renewed = self._renewed
         self._is_due.set()
-        await renewed.wait()
+        if term > self._store.term:
+            await renewed.wait()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Joins, keeps the lease and campaigns. Leaves in order once `stopping` is set."""

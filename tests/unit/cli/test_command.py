@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 
 from cli import jobs
 from cli.__main__ import main
+from cli.command import execute
 from cli.doctor import Health, examine, host_memory
 from cli.run_commands import exit_code
 from tests.unit.cli.configs import small_config, small_file
@@ -410,17 +410,21 @@ def test_the_demo_and_the_example_are_valid_configs() -> None:
         assert config.algorithm.max_new_tokens < config.model.max_seq_len
 
 
-def test_the_job_of_another_user_is_refused_in_one_line(finished: Path) -> None:
-    config = JobFolder.of(small_config(finished.parent)).config
-    config.parent.chmod(0)
-    # Root may read everything, so that this command is somebody else's.
-    code = "import os, sys; from cli.command import execute; os.getuid() or os.setuid(65534); sys.exit(execute())"
-    try:
-        command = [sys.executable, "-c", code, "describe", "small", "--output-dir", str(finished)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    finally:
-        config.parent.chmod(0o700)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert "Permission denied" in line
-    assert "call the command as the user whose it is" in line
+def test_the_job_of_another_user_is_refused_in_one_line(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Path.open
+
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        """As for who is not root."""
+        if finished in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert execute(["describe", "small", "--output-dir", str(finished)]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == ""
+    assert line.startswith(f"tidegate: [Errno {errno.EACCES}] Permission denied: '{finished}/small/")
+    assert line.endswith("': call the command as the user whose it is, or name another path")

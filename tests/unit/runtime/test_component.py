@@ -70,18 +70,20 @@ async def test_the_first_after_a_failover_of_the_store_is_taken_once_it_is_adopt
 
 
 async def test_a_command_that_was_decided_before_a_failover_is_refused(tmp_path: Path) -> None:
-    async with served(tmp_path) as of:
+    async with served(tmp_path, beat_s=1000) as of:
         hosted = of.hosted
         before, repeated = of.load(2), of.load(1)
         await of.send(repeated)
         await of.until("supersede", "load 1")
         hosted.server.restart()
+        with pytest.raises(PeerRefused, match="the store is not open under"):
+            await of.send(before)
         await adopt(WatchedStore(hosted.server, hosted.bench.changes), hosted.bench.bus.term, no_gates)
+        assert (await of.send(of.load(3, term=2))).accepted
         assert await of.send(before) == commands_pb2.CommandResult(
             accepted=False, message="the command is for term 1 of the store, which is under 2 now"
         )
         assert (await of.send(repeated)).accepted, "it has been taken"
-        assert (await of.send(of.load(3, term=2))).accepted
         await of.until("supersede", "load 1", "load 3")
 
 
