@@ -15,6 +15,7 @@ nothing.
 Invariants:
 - The launcher is the parent of a service, which leads a session of its own and dies with the launcher.
   [test_spawner: is_a_child_of_its_launcher]
+- A service whose launcher has died before it was the service's parent ends. [test_spawner: whose_launcher_is_gone]
 - A service has none of the spawner's descriptors. [test_spawner: is_a_child_of_its_launcher]
 - A service ends with the status that it would have alone. [test_spawner: ends_with_its_own_status]
 - What the spawner has not imported is started as a new program, and everything once it is gone.
@@ -190,9 +191,10 @@ def _serve(connection: socket.socket, launcher: int) -> None:
         told, tell = os.pipe()
         between = os.fork()
         if between == 0:
+            own = os.getpid()
             service = os.fork()
             if service == 0:
-                _become(request, connection, (told, tell), launcher)
+                _become(request, connection, (told, tell), between=own, launcher=launcher)
             os.write(tell, b"%d" % service)
             os._exit(0)
         os.close(tell)
@@ -223,7 +225,9 @@ def _program(module: str) -> Any:
     return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
 
 
-def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], launcher: int) -> NoReturn:
+def _become(
+    request: bytes, connection: socket.socket, pipe: tuple[int, int], *, between: int, launcher: int
+) -> NoReturn:
     """The service, from here to its end."""
     status = 1
     try:
@@ -234,9 +238,9 @@ def _become(request: bytes, connection: socket.socket, pipe: tuple[int, int], la
         fields = parse_json(request)
         python, flag, module, *words = fields["words"]
         take_log(fields["log"])
-        while os.getppid() != launcher:  # until the fork in between has ended: the kernel does it within microseconds
+        while os.getppid() == between:  # it ends within microseconds
             time.sleep(0)
-        die_with_parent(launcher)
+        die_with_parent(launcher)  # which may be gone: then the kernel has given the service to another one
         set_process_title("\0".join((python, flag, module, *words)))
         os.environ.update(fields["env"])
         random.seed()

@@ -52,6 +52,29 @@ asyncio.run(main())
 """
 
 
+ORPHANS = """
+import json, os, select, signal, socket, sys
+from tidegate.runtime import spawner
+
+gone = os.fork()
+if gone == 0:
+    os._exit(0)
+os.waitpid(gone, 0)
+own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+spawner._become_subreaper()
+if os.fork() == 0:
+    own.close()
+    spawner._serve(other, gone)
+    os._exit(0)
+own.recv(64)
+own.send(json.dumps({"words": ["python", "-m", "none"], "log": sys.argv[1], "env": {}}).encode())
+service = os.pidfd_open(int(own.recv(64)))
+is_gone = bool(select.select([service], [], [], 30)[0])
+signal.pidfd_send_signal(service, signal.SIGKILL)
+sys.exit(not is_gone)
+"""
+
+
 def launched(
     folder: Path, what: str, *, module: str = SERVICE, loses_it: bool = False, forks: bool = False
 ) -> subprocess.Popen[str]:
@@ -67,6 +90,11 @@ def launched(
 
 def told(folder: Path) -> dict[str, Any]:
     return dict(parse_json((folder / "told").read_text()))
+
+
+def test_a_service_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path / "log")], cwd=REPOSITORY, check=False)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(("what", "status"), [("raise", 1), ("leave", 74), ("return", 3), ("none", 0)])
