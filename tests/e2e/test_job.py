@@ -48,11 +48,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def test_a_job_trains_each_sample_once_listens_on_loopback_and_answers_nobody_without_its_credential(
     tmp_path: Path,
 ) -> None:
-    # An iteration is still to come when the processes are looked at.
     async with running(small_job("plain"), tmp_path) as job:
         await job.until(updated(1))
+        rank = job.worker("n0/0", "actor")
+        rank.suspend()  # so that the job goes on as long as it is looked at
         sockets = _listening(job)
         await assert_answers_nobody_without_its_credential(job)
+        rank.resume()
         result = await job.result()
         assert len(sockets) >= 9, "seven services, NATS and the store listen at least"
         assert all(_is_loopback(host) for host in sockets), sockets
