@@ -13,6 +13,9 @@ credential, and a longer list of revoked ones, count without a restart. Where th
 stay in force, with a warning. Where the list of revoked ones was there and is gone, the last one stays in force. A
 folder that never had one is fine.
 
+A server gives gRPC a credential for a new connection only where it is another one than before. gRPC frees what it had
+then, and a connection that is taken in the same moment may still use it, which ends the process (grpc/grpc#36693).
+
 Invariants:
 - A call without a credential, or with a foreign or an expired one, does not reach its handler.
   [test_grpc_tls: without_a_credential] [test_grpc_tls: of_another_authority] [test_grpc_tls: an_expired_credential]
@@ -20,10 +23,12 @@ Invariants:
 - A method that names no callers may be called by nobody. [test_grpc_callers: each_method_names_its_callers]
 - A revoked credential is refused on a connection that is open already. [test_grpc_tls: revoked_while_it_is_connected]
 - Nobody is believed again because the list of revoked ones is gone. [test_grpc_tls: the_list_of_them_is_gone]
+- Connections that come at once do not end a server. [test_tls_connections: survives_many_connections]
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +46,10 @@ from tidegate.certs.identity import Identity, NotAllowed, NotAuthenticated, Part
 from tidegate.v1 import access_pb2
 
 AuthContext = Mapping[str, Iterable[bytes]]
+
+_SETTLE_S = 0.05
+"""How long a renewal waits, so that connections before it have what they need. gRPC does not say when they have. No
+other connection begins meanwhile."""
 
 
 class Credentials:
@@ -75,17 +84,12 @@ class Credentials:
             self._log.warning("credential ends soon", message=f"{own.until()}: {own.renewal()}")
 
     def for_server(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(self._server_now(), self._server_now, True)
+        """For one port of one server."""
+        return _Shown(self).credentials()
 
     def access(self, services: Sequence[ServiceDescriptor], *, for_all: Sequence[ServiceDescriptor] = ()) -> Access:
         """Who may call a server of this credential. `for_all`: services that each party may call."""
         return Access(self, services, for_all=for_all)
-
-    def _server_now(self) -> grpc.ServerCertificateConfiguration:
-        """For each connection."""
-        own = self.now()
-        self.warn_of_its_end()
-        return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], root_certificates=own.ca)
 
     def _read_again(self) -> Credential:
         """CertsError."""
@@ -99,6 +103,36 @@ class Credentials:
     def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
         """They differ once a file is another one, comes or goes."""
         return tuple(_stamp(self._folder / name) for name in (CA_CERT, CREDENTIAL, REVOKED))
+
+
+class _Shown:
+    """What one port shows to its callers."""
+
+    def __init__(self, source: Credentials) -> None:
+        self._source = source
+        self._shown = source.now()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        self._source.warn_of_its_end()
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._shown),
+            self._renewed,  # type: ignore[arg-type]  # the stubs know no None
+            True,
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks for each connection, for one at a time. None: what it has still counts."""
+        own = self._source.now()
+        self._source.warn_of_its_end()
+        if (own.key, own.cert, own.ca) == (self._shown.key, self._shown.cert, self._shown.ca):
+            return None
+        self._shown = own
+        time.sleep(_SETTLE_S)
+        return _configuration(own)
+
+
+def _configuration(own: Credential) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], root_certificates=own.ca)
 
 
 class Access:
