@@ -34,9 +34,11 @@ from tidegate.config.base import OUTPUT_DIR
 from tidegate.config.job_config import JobConfig
 from tidegate.config.sections.job import RuntimeSection
 from tidegate.json_text import parse_json
+from tidegate.launcher.left_memory import left_by_launchers, taken_bytes
 from tidegate.runtime import handover
 from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.server_kinds import NATS, VALKEY, ServerKind, ServerPackageMissing, packaged_binary
+from tidegate.sizes import size_text
 from tidegate.types import Role
 
 _PACKAGES = ("torch", "megatron-core", "grpcio", "nats-py", "redis", "tokenizers", "pydantic", "rich")
@@ -215,6 +217,9 @@ def host_memory(root: Path) -> Finding:
         return Finding(check, Health.BAD, "not writable", "set runtime.host_memory_root to a folder that is")
     free_bytes = shutil.disk_usage(root).free
     found = f"{free_bytes / 2**20:.0f} MiB free"
+    if left := sorted(left_by_launchers(root)):
+        found += f"; jobs whose launcher was killed left {size_text(sum(map(taken_bytes, left)))}"
+        return Finding(check, Health.WARN, found, f"start them again, or rm -r {' '.join(map(str, left))}")
     if free_bytes < _LEAST_MEMORY_BYTES:
         remedy = f"give it {_LEAST_MEMORY_BYTES // 2**20} MiB (docker run --shm-size), or set runtime.host_memory_root"
         return Finding(check, Health.WARN, found, remedy)

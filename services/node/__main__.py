@@ -48,7 +48,7 @@ import structlog
 from services.node.agent_lock import AgentLock, AgentRuns, Turn, locked, whose_turn
 from services.node.far_machines import FarMachines
 from services.node.handed import ClusterLeft, Left
-from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
+from services.node.jobs import LAUNCHER, NodeJobs, StillRuns, remove_left
 from services.node.keeping import OtherCluster
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
@@ -62,6 +62,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import CannotStart, write_private
+from tidegate.launcher.left_memory import Removals
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import release
@@ -403,6 +404,14 @@ def _find_devices(servicer: NodeServicer) -> None:
         servicer.devices = cuda_devices()
 
 
+def _free_host_memory(folder: ClusterFolder, root: Path) -> None:
+    """Of what launchers left that were killed with an agent before this one."""
+    removals = Removals()
+    removals.go_on(root)
+    for launcher_config in folder.job_configs():
+        remove_left(launcher_config, removals)
+
+
 def _raise_limit_of_files() -> None:
     """A front has two descriptors for each connection from another machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -433,10 +442,10 @@ def main() -> int:
     _raise_limit_of_files()
     try:
         left = handover.handed_over(Left.of)
-        with (
-            locked(folder, left, args.next_program) as lock,
-            whose_turn(folder, lock, args.keeper, machines.address, args.cluster) as turn,
-        ):
+        with contextlib.ExitStack() as has:
+            lock = has.enter_context(locked(folder, left, args.next_program))
+            _free_host_memory(folder, args.host_memory_root)
+            turn = has.enter_context(whose_turn(folder, lock, args.keeper, machines.address, args.cluster))
             if turn is None:
                 return 0
             lock.note(keeps=True)

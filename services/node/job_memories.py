@@ -1,9 +1,12 @@
 """The folders of jobs in an agent's host memory, as long as a process of the job runs here.
 
-A folder that an agent made has `MARK`: the next one, after a death, removes it. One without it is a launcher's, and is
-removed where no launcher has its lock any more.
+A folder that an agent made has `MARK`, with the address where that one listens. After a death the next agent there
+removes it. One without it is a launcher's, and is removed where no launcher has its lock any more.
 
-Invariant: processes with another credential do not share a folder. [test_machine: waits_for_the_one_before]
+Invariants:
+- Processes with another credential do not share a folder. [test_machine: waits_for_the_one_before]
+- What a killed agent left goes with the start of the next one. [test_machine_reload: a_killed_agent_left]
+- Another agent's folders stay. [test_job_memories: of_another_agent]
 """
 
 from __future__ import annotations
@@ -11,16 +14,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
-import shutil
 import stat
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from tidegate.certs.job_credentials import job_folders
+from tidegate.launcher.left_memory import Removals, folders_in, is_left_by_launcher
 from tidegate.launcher.lock import LOCK, held_by
 
 MARK = "of-an-agent"
@@ -32,14 +33,22 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 class JobMemories:
-    def __init__(self, root: Path, credentials: Mapping[Path, str] | None = None) -> None:
-        """`credentials`: digests of those that processes have under this agent's earlier program, by folder."""
+    def __init__(self, root: Path, credentials: Mapping[Path, str] | None = None, *, listens: str = "") -> None:
+        """`credentials`: digests of those that processes have under this agent's earlier program, by folder. `listens`:
+        where this agent does, and no other one; empty: that is not known."""
         self.root = root.resolve()
+        self._mark = f"{listens} {_network()}".encode() if listens else b""
         self._users: Counter[Path] = Counter()
         self._credentials: dict[Path, str] = dict(credentials or {})
-        self._removals: set[threading.Thread] = set()
-        for left in self.root.glob(f".tidegate-{os.getuid()}-*"):  # by an agent that was killed meanwhile
-            self._begin_removal(left)
+        self._removals = Removals()
+        self._removals.go_on(self.root)
+
+    def remove_left(self) -> None:
+        """What was left by launchers here, and by an agent that listened where this one does now."""
+        in_use = {folder.name for folder in self._users}
+        for folder in folders_in(self.root):
+            if folder.name not in in_use and (is_left_by_launcher(folder) or self._is_own(folder)):
+                self._removals.begin(folder)
 
     @property
     def credentials(self) -> Mapping[Path, str]:
@@ -82,25 +91,16 @@ class JobMemories:
             if not self._users[folder]:
                 del self._users[folder], self._credentials[folder]
                 if (folder / MARK).is_file():  # else a launcher on this machine has it now
-                    self._remove(folder)
+                    self._removals.begin(folder)
 
     def finish(self) -> None:
         """Until what was removed is gone from memory. It takes seconds where it was large."""
-        for thread in self._removals:
-            thread.join()
-        self._removals.clear()
+        self._removals.finish()
 
-    def _remove(self, folder: Path) -> None:
-        """At once gone for the next one, and then from memory: that may take seconds."""
-        aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    def _is_own(self, folder: Path) -> bool:
         with suppress(OSError):
-            folder.rename(aside)
-            self._begin_removal(aside)
-
-    def _begin_removal(self, folder: Path) -> None:
-        removal = threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True})
-        removal.start()
-        self._removals = {each for each in self._removals if each.is_alive()} | {removal}
+            return bool(self._mark) and (folder / MARK).read_bytes() == self._mark
+        return False
 
     def _make_anew(self, folder: Path, files: Mapping[str, bytes]) -> None:
         try:
@@ -113,11 +113,16 @@ class JobMemories:
                 raise ValueError(
                     f"{folder} is of a job that this machine started: leave the machine out of cluster.machines"
                 ) from None
-            self._remove(folder)
+            self._removals.begin(folder)
             folder.mkdir(mode=0o700)
-        _write_private(folder / MARK, b"")
+        _write_private(folder / MARK, self._mark)
         for path, data in files.items():
             _write_private(folder / path, data)
+
+
+def _network() -> int:
+    """Names the network in which an address is this machine's: containers may share host memory."""
+    return os.stat("/proc/self/ns/net").st_ino
 
 
 def _write_private(path: Path, data: bytes) -> None:

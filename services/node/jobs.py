@@ -3,9 +3,10 @@
 Invariants:
 - A start of a job happens once, however often it is asked for. [test_node_jobs: a_start_happens_once]
 - A job has one launcher at a time. [test_node_jobs: while_an_earlier_one_lives]
-- A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed]
+- A launcher that tells no end was killed, and its job can go on. [test_node_jobs: that_was_killed_leaves_a_job]
 - A submission takes a job's folder once. Its later starts go on with it, whoever asks for them.
   [test_node_jobs: removes_an_earlier_run_once] [test_node_jobs: nobody_remembers]
+- What a killed launcher leaves in host memory goes at once. [test_node_jobs: that_was_killed_leaves_no_host_memory]
 - A submission that has ended is not started again, where its end did not reach the queue.
   [test_node_jobs: whose_end_nobody_recorded]
 """
@@ -25,12 +26,13 @@ import structlog
 
 from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.submissions import Treatment
-from tidegate.config.job_config import JobConfig
+from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.job import JobFolder
 from tidegate.json_text import parse_json, typed
 from tidegate.launcher.checkpoint import furthest_iteration
-from tidegate.launcher.claim import write_private
+from tidegate.launcher.claim import host_memory_folder, write_private
 from tidegate.launcher.control import NotRunning, control_of
+from tidegate.launcher.left_memory import Removals, is_left_by_launcher
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.launcher.services import service_env
 from tidegate.ports.rpc import PeerRefused, PeerUnavailable
@@ -80,6 +82,14 @@ def _recorded(folder: JobFolder) -> Outcome | None:
     return None
 
 
+def remove_left(launcher_config: Path, removals: Removals) -> None:
+    """What the job's launcher left in this machine's host memory, where it was killed."""
+    with suppress(ConfigError, OSError):  # of another release, or gone
+        memory = host_memory_folder(JobConfig.read(launcher_config))
+        if is_left_by_launcher(memory):
+            removals.begin(memory)
+
+
 class NodeJobs:
     """`prepare` gives a job what it needs on this machine, and returns the config of its launcher. `leave` takes it
     back."""
@@ -104,6 +114,7 @@ class NodeJobs:
         self._stops: dict[tuple[JobId, bool], asyncio.Task[None]] = {}
         """By job, and whether it is for good: an orderly end may hang where a machine of the job is away."""
         self._one_at_a_time = asyncio.Lock()
+        self._removals = Removals()
         self._log = structlog.get_logger("agent")
 
     @property
@@ -187,6 +198,7 @@ class NodeJobs:
         end, message, has_begun = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
+            remove_left(self._folder.job_config(job), self._removals)
             checkpoints = self._starts[job].folder.checkpoints
             iteration = await asyncio.to_thread(furthest_iteration, checkpoints)
             # The newest at the end, so that the oldest are dropped.

@@ -101,12 +101,13 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         devices: Sequence[CudaDevice] = (),
         *,
         left: MachineLeft | None = None,
+        listens: str = "",
     ) -> None:
-        """`devices`: those that jobs may use. `left`: by the agent's program before."""
+        """`devices`: those that jobs may use. `left`: by the agent's program before. `listens`: as `JobMemories`."""
         self._start_child = start_child
         self._devices = devices
         left = left or MachineLeft()
-        self._memories = JobMemories(host_memory_root, left.credentials)
+        self._memories = JobMemories(host_memory_root, left.credentials, listens=listens)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
         self._called: set[_Process] = set()
@@ -136,6 +137,10 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             self._log.info("processes kept", number=len(self._uncalled))
             remaining_s = max(0.0, self._left.kept_until_s - time.monotonic())
             asyncio.get_running_loop().call_later(remaining_s, self._end_uncalled)
+
+    def remove_left(self) -> None:
+        """What killed processes left in host memory. Call it once this agent listens: no other one does there."""
+        self._memories.remove_left()
 
     def _end_uncalled(self) -> None:
         for process in self._uncalled.values():
@@ -406,13 +411,15 @@ async def run(
     spawner = Spawner.begin(FORKED, env=service_env("cuda" if devices else "cpu"), log_path=log)
     try:
         await spawner.ready()
-        servicer = MachineServicer(spawner.start, host_memory_root, devices, left=left)
+        own = "" if listen.endswith(":0") else listen
+        servicer = MachineServicer(spawner.start, host_memory_root, devices, left=left, listens=own)
         await servicer.take_over()
         served = Service(
             machine_pb2.DESCRIPTOR.services_by_name["Machine"],
             lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
         )
         server = await serve([served], listen, tls=tls)
+        servicer.remove_left()
         print(
             f"the agent {tls.identity.name} of cluster {tls.identity.cluster} listens on {server.endpoint}", flush=True
         )

@@ -97,6 +97,8 @@ def test_what_an_agent_started_before_dies_with_it_under_its_new_program(cluster
     cluster.run("up", "n0=3")
     cluster.run("cancel", "one")
     cluster.until("one", state="cancelled")
+    cluster.run("down")
+    assert not [path for path in cluster.host_memory() if path.exists()], "it never started again"
 
 
 def test_an_agent_whose_program_is_gone_goes_on_with_the_one_that_it_has(cluster: Cluster, tmp_path: Path) -> None:

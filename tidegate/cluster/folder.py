@@ -158,6 +158,10 @@ class ClusterFolder:
     def job_config(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.json"
 
+    def job_configs(self) -> list[Path]:
+        """Of all jobs that were started."""
+        return [path for path in (self.root / "jobs").glob("*.json") if not path.name.endswith(".end.json")]
+
     def job_end(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.end.json"
 

@@ -12,11 +12,11 @@ elsewhere. SGLang keeps a copy of its own.
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from tidegate.job import Job
 from tidegate.launcher.claim import CannotStart, host_memory_folder
+from tidegate.launcher.left_memory import taken_bytes
 from tidegate.sizes import size_text
 
 NUM_VERSIONS = 2
@@ -36,7 +36,7 @@ def check_host_memory(job: Job) -> None:
     num_nodes = len(cluster.nodes) - len(cluster.far_nodes())
     needed = num_nodes * node_bytes(job)
     # A killed launcher's files go when the job starts again.
-    free = shutil.disk_usage(root).free + _taken_bytes(host_memory_folder(job.config))
+    free = shutil.disk_usage(root).free + taken_bytes(host_memory_folder(job.config))
     if needed > free:
         told = shortage(job, num_nodes, f"{size_text(free)} free")
         raise CannotStart(f"runtime.host_memory_root={root} has {told}; or remove what others left there")
@@ -53,11 +53,3 @@ def shortage(job: Job, num_nodes: int, found: str) -> str:
         f"{job.num_parameters:,} parameters, on each node): make it larger (mount -o remount,size=..., docker run "
         "--shm-size), or name another folder"
     )
-
-
-def _taken_bytes(folder: Path) -> int:
-    taken = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            taken += path.lstat().st_blocks * 512
-    return taken

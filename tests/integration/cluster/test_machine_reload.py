@@ -20,7 +20,7 @@ import pytest
 
 from cli.command import execute
 from services.node import machine
-from services.node.job_memories import JobMemories
+from services.node.job_memories import MARK, JobMemories
 from services.scheduler.cluster.loop import LOST_AFTER_S
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, programs_of, until
 from tidegate.certs.authority import Authority
@@ -211,6 +211,24 @@ def test_what_a_killed_agent_had_not_removed_yet_goes(tmp_path: Path) -> None:
         (folder / "snapshots").mkdir(parents=True)
     JobMemories(tmp_path).finish()
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
+
+
+async def test_what_a_killed_agent_left_goes_with_the_start_of_the_next_one(agent: Agent) -> None:
+    agent.start(WAITS)
+    config = agent.lab.config()
+    await agent.lab.stand_in(config)
+    await until(lambda: len(agent.programs()) == 1)
+    memory = Path(config.runtime.host_memory_root)
+    await until(lambda: (memory / MARK).is_file())
+    (memory / "version").write_bytes(b"weights")
+    for stand_in in agent.lab.stand_ins:
+        stand_in.kill()
+    assert agent.process is not None
+    agent.process.kill()
+    agent.process.communicate()
+    assert await asyncio.to_thread((memory / "version").exists)
+    agent.start(WAITS)
+    assert not await asyncio.to_thread(memory.exists)
 
 
 def test_a_kept_process_is_gone_before_its_job_goes_on_elsewhere() -> None:

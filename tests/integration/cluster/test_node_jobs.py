@@ -23,6 +23,7 @@ from tidegate.cluster.machines import Machines, far_machine
 from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
+from tidegate.launcher.claim import host_memory_folder
 from tidegate.launcher.lock import LOCK, held
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.runtime.processes import Supervisor
@@ -97,6 +98,22 @@ async def test_a_launcher_that_was_killed_leaves_a_job_that_can_go_on(node: Node
     assert node.left == [JOB]
     await node.jobs.start(JOB, 1, node.config, Treatment.FRESH, COMMAND)
     assert node.supervisor.pid(f"job-{JOB}") is None, "the same start is not made again"
+
+
+async def test_a_launcher_that_was_killed_leaves_no_host_memory(node: Node) -> None:
+    memory = host_memory_folder(node.config)
+    for number, stays in ((1, True), (2, False)):
+        pid = await node.start(number)
+        await asyncio.to_thread(until_there, memory / LOCK)
+        (memory / "version").write_bytes(b"weights")
+        os.kill(pid, signal.SIGKILL)
+        ended = await node.supervisor.next_end()
+        if stays:  # another launcher has it already
+            with held(memory / LOCK, ValueError):
+                await node.jobs.note_end(ended)
+        else:
+            await node.jobs.note_end(ended)
+        assert memory.exists() is stays
 
 
 def treatment_of(pid: int) -> str:
