@@ -48,7 +48,7 @@ import structlog
 from services.node.agent_lock import AgentLock, AgentRuns, Turn, locked, whose_turn
 from services.node.far_machines import FarMachines
 from services.node.handed import ClusterLeft, Left
-from services.node.jobs import LAUNCHER, NodeJobs, StillRuns, remove_left
+from services.node.jobs import LAUNCHER, NodeJobs, StillRuns
 from services.node.keeping import OtherCluster
 from services.node.servicer import NodeServicer, Version
 from tidegate.adapters.grpc_server import RpcServer, Service, serve
@@ -62,7 +62,7 @@ from tidegate.cluster.slots import Slots
 from tidegate.config.job_config import JobConfig
 from tidegate.gate import Gate
 from tidegate.launcher.claim import CannotStart, write_private
-from tidegate.launcher.left_memory import Removals
+from tidegate.launcher.left_memory import Removals, left_by_launchers
 from tidegate.launcher.services import FORKED, fork_server_env, forkserver_command, service_env
 from tidegate.logs import configure_logging
 from tidegate.machines import release
@@ -286,12 +286,12 @@ class Agent:
         """CannotStart, OSError: not now."""
         await self._spawner.ready()
         job = job_id(config.job)
+        self._fork_servers[job] = self._fork_server
         try:
             self._credentials.issue_to_job(job)
         except OSError as error:
             folder = self._credentials.of_job(job)
             raise CannotStart(f"its credentials cannot be written to {folder} ({error}): make room there") from error
-        self._fork_servers[job] = self._fork_server
         await self._servers.let_in(self._guard())
         own = str(self._credentials.of_job(job))
         servers: dict[str, Any] = {
@@ -319,7 +319,10 @@ class Agent:
     async def _left(self, job: JobId) -> None:
         if self._fork_servers.pop(job, None) is None:
             return
-        await self._servers.let_in(self._guard())
+        try:
+            await self._servers.let_in(self._guard())
+        except OSError as error:  # the next one that comes or goes puts it out
+            self._log.warning("the servers let in a job that has ended", job=job, error=str(error))
         shutil.rmtree(self._credentials.of_job(job), ignore_errors=True)
         await self._end_idle_fork_servers()
 
@@ -404,14 +407,6 @@ def _find_devices(servicer: NodeServicer) -> None:
         servicer.devices = cuda_devices()
 
 
-def _free_host_memory(folder: ClusterFolder, root: Path) -> None:
-    """Of what launchers left that were killed with an agent before this one."""
-    removals = Removals()
-    removals.go_on(root)
-    for launcher_config in folder.job_configs():
-        remove_left(launcher_config, removals)
-
-
 def _raise_limit_of_files() -> None:
     """A front has two descriptors for each connection from another machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -444,7 +439,10 @@ def main() -> int:
         left = handover.handed_over(Left.of)
         with contextlib.ExitStack() as has:
             lock = has.enter_context(locked(folder, left, args.next_program))
-            _free_host_memory(folder, args.host_memory_root)
+            removals = Removals()
+            removals.go_on(args.host_memory_root)
+            for memory_left in left_by_launchers(args.host_memory_root):  # killed with an agent before this one
+                removals.begin(memory_left)
             turn = has.enter_context(whose_turn(folder, lock, args.keeper, machines.address, args.cluster))
             if turn is None:
                 return 0

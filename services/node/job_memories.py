@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from tidegate.certs.job_credentials import job_folders
-from tidegate.launcher.left_memory import Removals, folders_in, is_left_by_launcher
+from tidegate.launcher.left_memory import Removals, folders_in, left_by_launchers, own_name
 from tidegate.launcher.lock import LOCK, held_by
 
 MARK = "of-an-agent"
@@ -33,21 +33,22 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 class JobMemories:
-    def __init__(self, root: Path, credentials: Mapping[Path, str] | None = None, *, listens: str = "") -> None:
-        """`credentials`: digests of those that processes have under this agent's earlier program, by folder. `listens`:
-        where this agent does, and no other one; empty: that is not known."""
+    def __init__(self, root: Path, credentials: Mapping[Path, str] | None = None) -> None:
+        """`credentials`: digests of those that processes have under this agent's earlier program, by folder."""
         self.root = root.resolve()
-        self._mark = f"{listens} {_network()}".encode() if listens else b""
+        self._mark = b""
         self._users: Counter[Path] = Counter()
         self._credentials: dict[Path, str] = dict(credentials or {})
         self._removals = Removals()
         self._removals.go_on(self.root)
 
-    def remove_left(self) -> None:
-        """What was left by launchers here, and by an agent that listened where this one does now."""
+    def begin(self, listens: str) -> None:
+        """Removes what was left by launchers here, and by an agent that listened where this one, and no other, does."""
+        self._mark = f"{listens} {_network()}".encode()
         in_use = {folder.name for folder in self._users}
-        for folder in folders_in(self.root):
-            if folder.name not in in_use and (is_left_by_launcher(folder) or self._is_own(folder)):
+        left = {*left_by_launchers(self.root), *filter(self._is_own, folders_in(self.root))}
+        for folder in left:
+            if folder.name not in in_use:
                 self._removals.begin(folder)
 
     @property
@@ -57,7 +58,7 @@ class JobMemories:
 
     def check(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """ValueError for a folder that is not of this agent, or a file that is no credential."""
-        own = re.compile(rf"tidegate-{os.getuid()}-[0-9a-f]+")
+        own = re.compile(rf"{own_name()}[0-9a-f]+")
         if folder.parent.resolve() != self.root or not own.fullmatch(folder.name):
             raise ValueError(
                 f"the job's folder in host memory is {folder}, and this agent makes folders of user {os.getuid()} in "
@@ -99,7 +100,7 @@ class JobMemories:
 
     def _is_own(self, folder: Path) -> bool:
         with suppress(OSError):
-            return bool(self._mark) and (folder / MARK).read_bytes() == self._mark
+            return (folder / MARK).read_bytes() == self._mark
         return False
 
     def _make_anew(self, folder: Path, files: Mapping[str, bytes]) -> None:

@@ -82,14 +82,6 @@ def _recorded(folder: JobFolder) -> Outcome | None:
     return None
 
 
-def remove_left(launcher_config: Path, removals: Removals) -> None:
-    """What the job's launcher left in this machine's host memory, where it was killed."""
-    with suppress(ConfigError, OSError):  # of another release, or gone
-        memory = host_memory_folder(JobConfig.read(launcher_config))
-        if is_left_by_launcher(memory):
-            removals.begin(memory)
-
-
 class NodeJobs:
     """`prepare` gives a job what it needs on this machine, and returns the config of its launcher. `leave` takes it
     back."""
@@ -145,33 +137,45 @@ class NodeJobs:
                     raise StillRuns(f"start {known.number} of job {job} still has a process: stop it before {number}")
             folder = JobFolder.of(config)
             begun, submission = self._folder.job_begun(job), str(submitted_unix_ms)
-            if begun.is_file() and begun.read_text() == submission:
+            has_begun = begun.is_file() and begun.read_text() == submission
+            if has_begun:
                 treatment = Treatment.RESUME  # what is there is of an earlier start
                 if (outcome := _recorded(folder)) is not None:
                     self._starts[job] = Start(number, folder, outcome.end, outcome.reason)
                     self._log.info("job had ended", job=job, start=number, end=outcome.end, message=outcome.reason)
                     self._changed()
                     return
-            prepared = await self._prepare(config)
-            if treatment is Treatment.RESUME and number > 1 and not folder.config.exists():
+            else:
+                begun.unlink(missing_ok=True)  # of another submission
+            if treatment is Treatment.RESUME and (number > 1 or has_begun) and not folder.config.exists():
                 treatment = Treatment.FRESH  # an earlier start ended before it had made the folder
             path = self._folder.job_config(job)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            write_private(path, prepared.to_json())
-            self._folder.job_end(job).unlink(missing_ok=True)
-            words = ["--config", str(path), "--treatment", treatment, "--end", str(self._folder.job_end(job))]
-            words += ["--begun", str(begun), "--submission", submission]
-            spec = ServiceSpec(
-                name=f"{_JOB}{job}",
-                command=(sys.executable, "-m", LAUNCHER, *words, "--command", command),
-                log_path=self._folder.logs / f"{_JOB}{job}.out",
-                env=service_env(config.cluster.device),
-                stop_timeout_s=STOP_TIMEOUT_S,
-            )
-            pid = self._supervisor.start(spec)
+            try:
+                prepared = await self._prepare(config)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                write_private(path, prepared.to_json())
+                self._folder.job_end(job).unlink(missing_ok=True)
+                pid = self._supervisor.start(self._launcher_of(job, config, treatment, submission, command))
+            except BaseException:
+                await self._leave(job)
+                raise
             self._starts[job] = Start(number, folder)
             self._log.info("job started", job=job, start=number, treatment=treatment, pid=pid)
             self._changed()
+
+    def _launcher_of(
+        self, job: JobId, config: JobConfig, treatment: Treatment, submission: str, command: str
+    ) -> ServiceSpec:
+        words = ["--config", str(self._folder.job_config(job)), "--treatment", treatment]
+        words += ["--end", str(self._folder.job_end(job))]
+        words += ["--begun", str(self._folder.job_begun(job)), "--submission", submission]
+        return ServiceSpec(
+            name=f"{_JOB}{job}",
+            command=(sys.executable, "-m", LAUNCHER, *words, "--command", command),
+            log_path=self._folder.job_output(job),
+            env=service_env(config.cluster.device),
+            stop_timeout_s=STOP_TIMEOUT_S,
+        )
 
     def stop(self, job: JobId, *, cancels: bool, reason: str = "") -> None:
         """Ends what runs of the job: for good and with a reason, or so that it can go on. Returns at once."""
@@ -188,7 +192,8 @@ class NodeJobs:
                 async with control_of(start.folder) as control:
                     await control.CancelJob(control_pb2.CancelJobRequest(job=job, reason=reason))
                 return
-        await self._supervisor.stop(f"{_JOB}{job}")
+        if self._supervisor.pid(f"{_JOB}{job}") is not None:
+            await self._supervisor.stop(f"{_JOB}{job}")
 
     async def note_end(self, ended: ServiceEnd) -> None:
         """Notes the end of a launcher. Another service's is ignored."""
@@ -198,7 +203,7 @@ class NodeJobs:
         end, message, has_begun = self._end_of(job, ended)
         async with self._one_at_a_time:
             await self._leave(job)
-            remove_left(self._folder.job_config(job), self._removals)
+            self._remove_left(job)
             checkpoints = self._starts[job].folder.checkpoints
             iteration = await asyncio.to_thread(furthest_iteration, checkpoints)
             # The newest at the end, so that the oldest are dropped.
@@ -207,8 +212,18 @@ class NodeJobs:
             over = [each for each, start in self._starts.items() if start.end is not None]
             for each in over[: max(0, len(over) - KEPT)]:
                 del self._starts[each]
+            self._supervisor.forget(ended.name)
+            await asyncio.to_thread(self._folder.remove_forgotten, {*self._starts})
         self._log.info("job ended", job=job, end=end, message=message)
         self._changed()
+
+    def _remove_left(self, job: JobId) -> None:
+        """What the job's launcher left in host memory, where it was killed."""
+        with suppress(ConfigError, OSError):  # its config is of another release, or gone
+            memory = host_memory_folder(JobConfig.read(self._folder.job_config(job)))
+            self._removals.go_on(memory.parent)
+            if is_left_by_launcher(memory):
+                self._removals.begin(memory)
 
     def _end_of(self, job: JobId, ended: ServiceEnd) -> tuple[End, str, bool]:
         try:
@@ -219,14 +234,20 @@ class NodeJobs:
             how = f"ended with status {ended.exit_status}"
             if ended.exit_status < 0:
                 how = f"was killed ({signal.Signals(-ended.exit_status).name})"
-            log = self._folder.logs / f"{ended.name}.out"
-            return End.INTERRUPTED, f"its launcher {how}: see {log}", True
+            return (
+                End.INTERRUPTED,
+                f"its launcher {how}: see {self._folder.job_output(job)}",
+                self._folder.job_begun(job).is_file(),
+            )
         except (ValueError, KeyError) as error:
-            return End.INTERRUPTED, f"its launcher's end cannot be read ({error})", True
+            has_begun = self._folder.job_begun(job).is_file()
+            return End.INTERRUPTED, f"its launcher's end cannot be read ({error})", has_begun
 
     async def aclose(self) -> None:
         """Interrupts all jobs, and waits until they have ended."""
-        alive = [f"{_JOB}{job}" for job, start in self._starts.items() if start.end is None]
-        await self._supervisor.stop(*alive)
+        alive = [job for job, start in self._starts.items() if start.end is None]
+        await self._supervisor.stop(*(f"{_JOB}{job}" for job in alive))
+        for job in alive:
+            self._remove_left(job)
         for task in list(self._stops.values()):
             await asyncio.gather(task, return_exceptions=True)

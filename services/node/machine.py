@@ -60,7 +60,7 @@ from tidegate.runtime.cuda import CudaDevice, NoCuda, cuda_devices
 from tidegate.runtime.interfaces import NotThisMachine, interface_of
 from tidegate.runtime.inventory import this_machine
 from tidegate.runtime.next_program import NO_PROGRAM, NextProgram
-from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor
+from tidegate.runtime.processes import ServiceSpec, StartChild, Supervisor, reap_orphans
 from tidegate.runtime.service import STOP_GRACE_S, stop_signal
 from tidegate.runtime.spawner import Spawner
 from tidegate.types import NodeId, Role, job_id
@@ -101,19 +101,22 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         devices: Sequence[CudaDevice] = (),
         *,
         left: MachineLeft | None = None,
-        listens: str = "",
+        spawner: int | None = None,
     ) -> None:
-        """`devices`: those that jobs may use. `left`: by the agent's program before. `listens`: as `JobMemories`."""
+        """`devices`: those that jobs may use. `left`: by the agent's program before. `spawner`: the pid of who starts
+        processes."""
         self._start_child = start_child
         self._devices = devices
         left = left or MachineLeft()
-        self._memories = JobMemories(host_memory_root, left.credentials, listens=listens)
+        self._memories = JobMemories(host_memory_root, left.credentials)
         self._running: set[tuple[Path, str]] = set()
         """By the job's folder in host memory, and name."""
         self._called: set[_Process] = set()
         self._uncalled: dict[int, _Process] = {}
         """Those that the program before has left, by pid, until somebody calls for them."""
         self._ending: set[asyncio.Task[None]] = set()
+        self._supervisors: set[Supervisor] = set()
+        self._spawner = set() if spawner is None else {spawner}
         self._gone = asyncio.Event()
         self._leaving = asyncio.Event()
         self._log = structlog.get_logger("agent")
@@ -128,9 +131,11 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             free.callback(self._free, place)
             await free.enter_async_context(self._memories.of_kept(kept.memory))
             supervisor = Supervisor(self._start_child, untold=kept.ends)
+            self._supervisors.add(supervisor)
             if kept.service is not None:
                 supervisor.watch(kept.service)
             free.callback(self._log.info, "process gone", memory=kept.memory.name, name=kept.name)
+            free.callback(self._reap, supervisor)
             free.push_async_callback(supervisor.aclose)
             self._uncalled[kept.pid] = _Process(kept.memory, kept.name, kept.pid, supervisor, free)
         if self._uncalled:
@@ -138,9 +143,9 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             remaining_s = max(0.0, self._left.kept_until_s - time.monotonic())
             asyncio.get_running_loop().call_later(remaining_s, self._end_uncalled)
 
-    def remove_left(self) -> None:
-        """What killed processes left in host memory. Call it once this agent listens: no other one does there."""
-        self._memories.remove_left()
+    def begin(self, listens: str) -> None:
+        """Removes what killed processes left in host memory. Call it once this agent listens there."""
+        self._memories.begin(listens)
 
     def _end_uncalled(self) -> None:
         for process in self._uncalled.values():
@@ -232,6 +237,8 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         async with free:
             await free.enter_async_context(self._memories.of_job(memory, files))
             supervisor = Supervisor(self._start_child)
+            self._supervisors.add(supervisor)
+            free.callback(self._reap, supervisor)
             pid = supervisor.start(spec)
             self._log.info("process started", memory=memory.name, name=spec.name, pid=pid)
             free.callback(self._log.info, "process gone", memory=memory.name, name=spec.name)
@@ -282,6 +289,11 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _reap(self, over: Supervisor) -> None:
+        """What a killed process had started is this agent's child: it has made itself the subreaper."""
+        self._supervisors.discard(over)
+        reap_orphans(self._spawner.union(*(each.pids for each in self._supervisors)))
 
     def _free(self, place: tuple[Path, str]) -> None:
         self._running.discard(place)
@@ -411,15 +423,14 @@ async def run(
     spawner = Spawner.begin(FORKED, env=service_env("cuda" if devices else "cpu"), log_path=log)
     try:
         await spawner.ready()
-        own = "" if listen.endswith(":0") else listen
-        servicer = MachineServicer(spawner.start, host_memory_root, devices, left=left, listens=own)
+        servicer = MachineServicer(spawner.start, host_memory_root, devices, left=left, spawner=spawner.pid)
         await servicer.take_over()
         served = Service(
             machine_pb2.DESCRIPTOR.services_by_name["Machine"],
             lambda server: machine_pb2_grpc.add_MachineServicer_to_server(servicer, server),
         )
         server = await serve([served], listen, tls=tls)
-        servicer.remove_left()
+        servicer.begin(server.endpoint)
         print(
             f"the agent {tls.identity.name} of cluster {tls.identity.cluster} listens on {server.endpoint}", flush=True
         )

@@ -460,3 +460,17 @@ def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Pat
     backup.write_text(text)
     refused = cluster.run("restore", str(backup), is_refused=True)
     assert "job one is of the folder /elsewhere: restore it there" in refused
+
+
+def test_an_agent_outlives_a_server_that_does_not_answer_while_a_job_ends(cluster: Cluster) -> None:
+    cluster.run("up", "n0=3")
+    cluster.submit("one", algorithm__iterations=6)
+    cluster.until_trained("one")
+    agent, hangs = cluster.agent(), cluster.process("nats-server")
+    hangs.suspend()
+    cluster.strike("services.node.launch")
+    while "the servers let in a job that has ended" not in (cluster.folder.logs / "agent.jsonl").read_text():
+        time.sleep(LOOK_AGAIN_S)
+    hangs.resume()
+    assert cluster.until("one", state="finished").num_starts >= 2
+    assert cluster.agent() == agent

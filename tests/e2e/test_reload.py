@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tidegate.cluster.folder import ClusterFolder
 from tidegate.cluster.keepers import Keepers
 from tidegate.json_text import parse_json
 from tidegate.launcher.claim import write_private
+from tidegate.launcher.lock import LOCK, held_by
 from tidegate.runtime import handover
 
 
@@ -90,15 +92,20 @@ def test_what_an_agent_started_before_dies_with_it_under_its_new_program(cluster
     cluster.strike("services.node.launch")
     while cluster.until("one", state="running").num_starts < 2:
         time.sleep(LOOK_AGAIN_S)
+    _, memory = cluster.host_memory()
+    while held_by(memory / LOCK) is None:
+        time.sleep(LOOK_AGAIN_S)
+    cluster.run("pause")
     family = agent.children(recursive=True)
     agent.kill()
     psutil.wait_procs(family, timeout=30)
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    os.utime(memory / LOCK, (0, 0))  # else its launcher might just begin
     cluster.run("up", "n0=3")
+    assert not memory.exists()
+    assert cluster.until("one", state="queued").num_starts == 2
     cluster.run("cancel", "one")
     cluster.until("one", state="cancelled")
-    cluster.run("down")
-    assert not [path for path in cluster.host_memory() if path.exists()], "it never started again"
 
 
 def test_an_agent_whose_program_is_gone_goes_on_with_the_one_that_it_has(cluster: Cluster, tmp_path: Path) -> None:

@@ -68,6 +68,15 @@ def server_of(servers: EmbeddedServers, name: str) -> EmbeddedServer:
     return servers.nats if name == "nats" else servers.store
 
 
+async def test_a_server_begins_another_log_once_its_own_is_large(tmp_path: Path) -> None:
+    before = bytes(16 << 20) + b"large"
+    (tmp_path / "nats-server.log").write_bytes(before)
+    async with EmbeddedServers(tmp_path) as servers:
+        assert servers.nats.log_path == tmp_path / "nats-server.log"
+        assert b"Server is ready" in servers.nats.log_path.read_bytes()[:10_000]
+    assert (tmp_path / "nats-server.log.1").read_bytes() == before
+
+
 async def test_both_servers_answer_on_loopback_only(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path) as servers:
         assert listening(servers.nats.pid) == {f"0100007F:{servers.nats.port:04X}"}

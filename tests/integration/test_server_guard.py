@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import ssl
 import stat
 from collections.abc import AsyncIterator
@@ -223,6 +225,36 @@ async def test_who_could_not_be_let_in_is_let_in_by_the_next_call(lab: Lab, monk
             await lab.servers.let_in(guard)
     await lab.servers.let_in(guard)
     async with Redis.from_url(lab.servers.store.url, protocol=2, **redis_options(late)) as client:
+        assert await client.ping()
+
+
+async def test_who_is_let_in_while_a_server_starts_is_let_in(lab: Lab) -> None:
+    late = lab.of(Party.JOB, "late")
+    guard = ServerGuard.of(lab.own, lab.of(Party.SCHEDULER, "a"), late)
+    for server in (lab.servers.nats, lab.servers.store):
+        os.kill(server.pid, signal.SIGKILL)
+        await server.exited()
+    starting = asyncio.create_task(lab.servers.start())
+    while not lab.servers.store.is_running:  # noqa: ASYNC110 # the moment between is no event
+        await asyncio.sleep(0)
+    await lab.servers.let_in(guard)
+    await starting
+    async with Redis.from_url(lab.servers.store.url, protocol=2, **redis_options(late)) as client:
+        assert await client.ping()
+    await (await nats.connect(lab.servers.nats.url, **nats_options(late))).close()
+
+
+async def test_a_server_that_ends_while_it_is_told_is_told_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cut_off(running: Running, before: ServerGuard, guard: ServerGuard) -> None:
+        raise asyncio.IncompleteReadError(b"", 2)
+
+    guard = ServerGuard.of(lab.own, lab.of(Party.SCHEDULER, "a"), lab.of(Party.JOB, "late"))
+    with monkeypatch.context() as patched:
+        patched.setattr(lab.servers.store, "_kind", replace(VALKEY, reload=cut_off))
+        with pytest.raises(OSError, match="valkey was not told who is let in: 0 bytes read"):
+            await lab.servers.let_in(guard)
+    await lab.servers.let_in(guard)
+    async with Redis.from_url(lab.servers.store.url, protocol=2, **redis_options(lab.of(Party.JOB, "late"))) as client:
         assert await client.ping()
 
 

@@ -24,6 +24,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,16 +159,25 @@ class ClusterFolder:
     def job_config(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.json"
 
-    def job_configs(self) -> list[Path]:
-        """Of all jobs that were started."""
-        return [path for path in (self.root / "jobs").glob("*.json") if not path.name.endswith(".end.json")]
-
     def job_end(self, job: JobId) -> Path:
         return self.root / "jobs" / f"{job}.end.json"
 
     def job_begun(self, job: JobId) -> Path:
         # Its name in earlier releases, which wrote it for --force alone: a job may go on under another release.
         return self.root / "jobs" / f"{job}.forced"
+
+    def job_output(self, job: JobId) -> Path:
+        """What its launchers print."""
+        return self.logs / f"job-{job}.out"
+
+    def remove_forgotten(self, known: Collection[JobId]) -> None:
+        """What is here of jobs that neither the agent knows nor the queue."""
+        with suppress(OSError):
+            kept = {*known, *(path.stem for path in (self.queue / "records").iterdir())}
+            for path in [*(self.root / "jobs").iterdir(), *self.logs.glob("job-*.out")]:
+                job = path.name.removeprefix("job-") if path.suffix == ".out" else path.name
+                if job.partition(".")[0] not in kept:
+                    path.unlink(missing_ok=True)
 
     def host_memory(self, root: Path) -> Path:
         """The cluster's own folder in host memory. It is the same at every start."""

@@ -26,7 +26,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,6 +44,7 @@ from tidegate.config.schedule import rules_of, schedule_of
 from tidegate.config.sections.job import ServersSection
 from tidegate.job import Job, JobFolder, tokenizer_file
 from tidegate.launcher.checkpoint import FoundCheckpoint, newest_checkpoint
+from tidegate.launcher.left_memory import Removals, own_name
 from tidegate.launcher.lineage import changes_of_samples
 from tidegate.launcher.lock import LOCK, RECORD_BYTES, held, launcher_pid, lock_record, machine_number
 from tidegate.launcher.outcome import End, Outcome
@@ -87,7 +88,7 @@ def host_memory_folder(config: JobConfig) -> Path:
     """The job's own folder in host memory. It is the same at every start of the job."""
     folder = str(JobFolder.of(config).root)
     digest = hashlib.blake2b(folder.encode(), digest_size=5).hexdigest()
-    return Path(config.runtime.host_memory_root) / f"tidegate-{os.getuid()}-{digest}"
+    return Path(config.runtime.host_memory_root) / f"{own_name()}{digest}"
 
 
 def saved_config(folder: JobFolder) -> JobConfig | None:
@@ -114,10 +115,12 @@ def claim_folder(
     now_unix_s: float,
     fresh_command: str = "--force",
     resume_command: str = "--resume",
+    claimed: Callable[[], None] = lambda: None,
 ) -> Iterator[Claim]:
     """Claims the job's folder within the block. CannotStart, with nothing changed, when its contents forbid the start.
 
     `fresh_command` is what a person types to remove the older run and start over, `resume_command` to go on with it.
+    `claimed` is called once the folder is this run's, and files that --force removes are gone.
     """
     folder = JobFolder.of(job.config)
     refuse_claim(job.config, start, fresh_command=fresh_command, resume_command=resume_command)
@@ -134,7 +137,8 @@ def claim_folder(
             set_aside(folder.checkpoints / fault.partition(" ")[0])
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
-            _empty(folder.root)
+            _empty(folder)
+        claimed()
         with _host_memory(host_memory_folder(job.config)):
             try:
                 _issue_credentials(host_memory_folder(job.config), job)
@@ -312,8 +316,9 @@ def _next_boot(lock_fd: int, *, now_unix_s: float) -> int:
     return boot
 
 
-def _empty(root: Path) -> None:
-    for entry in root.iterdir():
+def _empty(folder: JobFolder) -> None:
+    """Its config last: where this is cut off, the folder still is one of a job that was started."""
+    for entry in sorted(folder.root.iterdir(), key=lambda each: each == folder.config):
         if entry.name == LOCK:
             continue
         if entry.is_dir() and not entry.is_symlink():
@@ -325,15 +330,17 @@ def _empty(root: Path) -> None:
 @contextmanager
 def _host_memory(folder: Path) -> Iterator[None]:
     _refuse_others_memory(folder)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+    removals = Removals()
+    removals.begin(folder)
+    removals.finish()
     folder.mkdir(mode=0o700)
     try:
         # It tells the machine's agent that this is of a launcher that lives.
         with held(folder / LOCK, lambda pid: CannotStart(f"{folder} was taken by the process {pid}")):
             yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        removals.begin(folder)
+        removals.finish()
 
 
 def _issue_credentials(host_memory: Path, job: Job) -> None:

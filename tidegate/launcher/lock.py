@@ -1,14 +1,16 @@
 """Locks that let only one launcher run a job, and one agent have a cluster: a file, whose record has the holder's pid
 and a launcher's boot.
 
-Invariant: the lock dies with its holder, so its record is true for a live launcher.
-[test_claim: a_running_job_is]
+Invariants:
+- The lock dies with its holder, so its record is true for a live launcher. [test_claim: a_running_job_is]
+- Who only looks whether it is held refuses nobody. [test_lock: looks_at_it_all_the_time]
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,11 @@ from tidegate.machines import boot_id
 LOCK = "launcher.lock"
 RECORD_BYTES = 128
 """Room for each record, so that a shorter one leaves nothing of a longer one."""
+
+
+_LOOKS_S = 1.0
+"""A look takes microseconds, and on NFS some messages."""
+_TRY_AGAIN_S = 0.001
 
 
 def machine_number() -> int:
@@ -57,11 +64,7 @@ def record_of_holder(path: Path) -> dict[str, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return lock_record(fd)
-    else:
-        return None
+        return None if _locked(fd, fcntl.LOCK_SH) else lock_record(fd)
     finally:
         os.close(fd)
 
@@ -73,10 +76,8 @@ def held(path: Path, busy: Callable[[str], Exception]) -> Iterator[int]:
     Raises `busy` of the holder's pid where another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise busy(holder_of(fd)) from None
+        if not _taken(fd):
+            raise busy(holder_of(fd))
         yield fd
     finally:
         os.close(fd)
@@ -90,14 +91,28 @@ def job_lock(path: Path) -> Iterator[bool]:
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield _taken(fd)
     finally:
         os.close(fd)
+
+
+def _taken(fd: int) -> bool:
+    """Takes the lock, after those who look at it. False where another process has it."""
+    deadline_s = time.monotonic() + _LOOKS_S
+    while not _locked(fd, fcntl.LOCK_EX):
+        if not _locked(fd, fcntl.LOCK_SH) or time.monotonic() > deadline_s:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        time.sleep(_TRY_AGAIN_S)
+    return True
+
+
+def _locked(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def holder_of(lock_fd: int) -> str:

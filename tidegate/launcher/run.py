@@ -79,6 +79,8 @@ SILENT_S = 60.0
 write to a full disk. One that is not ours may be away for longer."""
 UNLOCKED_WITHIN_S = 300.0
 """NFS takes a client for gone after 90 s by default."""
+_DIES_WITHIN_S = 20.0
+"""A launcher that is killed while it writes to a slow disk lives until it has written."""
 _LOOK_AGAIN_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -126,8 +128,7 @@ async def check_job(request: RunRequest) -> Job:
 async def run_job(
     request: RunRequest, view: View, spawner: Spawner | None = None, *, claimed: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """The outcome of the run. `spawner`: of the services; None: the run makes one. `claimed` is called once the folder
-    is this run's, and files that --force removes are gone.
+    """The outcome of the run. `spawner`: of the services; None: the run makes one. `claimed`: as `claim_folder` has it.
 
     Raises ConfigError when the job cannot start as requested, with nothing changed, EarlierLauncher likewise, and
     NotRecorded.
@@ -146,9 +147,9 @@ async def run_job(
                 now_unix_s=time.time(),
                 fresh_command=request.fresh_command,
                 resume_command=request.resume_command,
+                claimed=claimed,
             )
             with claiming as claim:
-                claimed()
                 configure_logging(SOURCE, path=claim.attempt.logs / f"{SOURCE}.jsonl")
                 _report_config(request, view)
                 run = _Run(claim, request, view, spawner, start_ns=start_ns)
@@ -163,11 +164,12 @@ async def run_job(
 
 async def _until_unlocked(folder: JobFolder) -> None:
     """A machine that lost its power holds its locks on shared storage until the storage takes it for gone."""
-    deadline_s = time.monotonic() + UNLOCKED_WITHIN_S
+    begins_s = time.monotonic()
     while (holder := await asyncio.to_thread(record_of_holder, folder.root / LOCK)) is not None:
-        if lives_here(holder):
+        waited_s = time.monotonic() - begins_s
+        if lives_here(holder) and waited_s > _DIES_WITHIN_S:
             return  # and is told as a job that runs
-        if time.monotonic() > deadline_s:
+        if waited_s > UNLOCKED_WITHIN_S:
             raise EarlierLauncher(
                 f"a launcher on another machine has the lock of job {folder.root.name} since {UNLOCKED_WITHIN_S:g} s: "
                 f"end it there, or end its lock on the storage of {folder.root}"

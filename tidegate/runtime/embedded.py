@@ -45,6 +45,8 @@ LOCK_TIMEOUT_S = 1.0
 _POLL_S = 0.005
 _NUM_PORT_CHOICES = 5
 _LOG_TAIL_BYTES = 600
+_MOST_LOG_BYTES = 16 * 2**20
+"""A server begins another log then, and the one before stays beside it."""
 
 
 class ServerFailed(RuntimeError):
@@ -164,9 +166,9 @@ class EmbeddedServer:
             self._kind.arguments(self._folder, self.port, guard)  # the files that a start reads, and NATS now
             if self.is_running:
                 await self._kind.reload(Running(self.port, self.pid, self.log_path), known, guard)
-        except OSError:
+        except (OSError, EOFError) as error:
             self._guard = before  # so that the next call tells the server of these users again
-            raise
+            raise OSError(f"{self.name} was not told who is let in: {error}") from error
 
     async def exited(self) -> int:
         """Waits for the server's death. Returns the exit status, negative for a signal."""
@@ -219,6 +221,9 @@ class EmbeddedServer:
         binary = packaged_binary(self._kind)
         program = Path(__file__).with_name("dies_with_parent.py")
         tie = [sys.executable, "-I", "-S", str(program), str(os.getpid())]
+        with contextlib.suppress(FileNotFoundError):
+            if self.log_path.stat().st_size > _MOST_LOG_BYTES:
+                self.log_path.replace(self.log_path.with_suffix(".log.1"))
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*tie, str(binary), *self._kind.arguments(self._folder, port, self._guard)],
@@ -251,6 +256,7 @@ class EmbeddedServers:
         store's server. `running`: those that run already, with this guard."""
         self._folder = folder.absolute()
         self._lock_fd = -1
+        self._one_at_a_time = asyncio.Lock()
         made = partial(EmbeddedServer, folder=self._folder, stop_grace_s=stop_grace_s, guard=guard)
         self.nats = made(NATS, port=nats_port)
         self.store = made(VALKEY, port=store_port, env=store_env)
@@ -280,14 +286,15 @@ class EmbeddedServers:
     async def start(self) -> None:
         """FolderInUse, ServerPackageMissing, PortTaken, ServerFailed: then none of them runs."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._lock_fd < 0:
-            self._lock_fd = await _lock(self._folder)
-        try:
-            for server in (self.nats, self.store):
-                await server.start(lock_fd=self._lock_fd)
-        except BaseException:  # a cancelled start must not leave a server behind either
-            await self.stop()
-            raise
+        async with self._one_at_a_time:
+            if self._lock_fd < 0:
+                self._lock_fd = await _lock(self._folder)
+            try:
+                for server in (self.nats, self.store):
+                    await server.start(lock_fd=self._lock_fd)
+            except BaseException:  # a cancelled start must not leave a server behind either
+                await self.stop()
+                raise
 
     async def stop(self) -> None:
         await asyncio.gather(self.nats.stop(), self.store.stop())
@@ -296,9 +303,10 @@ class EmbeddedServers:
             self._lock_fd = -1
 
     async def let_in(self, guard: ServerGuard, *, anew: bool = False) -> None:
-        """As `EmbeddedServer.let_in`, for both."""
-        for server in (self.nats, self.store):
-            await server.let_in(guard, anew=anew)
+        """As `EmbeddedServer.let_in`, for both. A server that is just starting is told once it answers."""
+        async with self._one_at_a_time:
+            for server in (self.nats, self.store):
+                await server.let_in(guard, anew=anew)
 
     async def first_exit(self) -> EmbeddedServer:
         """Waits until one server is dead."""

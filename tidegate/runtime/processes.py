@@ -14,6 +14,7 @@ Invariants:
   [test_processes: later_each_time_until_its_budget] [test_processes: that_fails_slowly_is_given_up_too]
 - A service that leaves with status 0 is not restarted, unless it has to stay (`stays`), nor one that says by
   `ENDS_AGAIN` that it would not help. [test_processes: a_service_that_leaves] [test_processes: that_has_to_stay]
+- One that cannot be started again has failed once more. [test_processes: cannot_be_started_again]
 - A service that was asked to stop is not restarted. [test_processes: stop_ends_the_wait_for_a_restart]
 - A subreaper keeps no dead process of its dead children. [test_processes: keeps_no_dead_orphan]
 - A launcher that takes a new program (`handover`) watches its services on, as if it had started them.
@@ -34,6 +35,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import structlog
 
 from tidegate.runtime import dies_with_parent
 from tidegate.runtime.launch import until_readable
@@ -190,6 +193,11 @@ class Supervisor:
         """Sends SIGTERM, then SIGKILL after the service's time. Returns how each ended, with its session gone."""
         return await asyncio.gather(*(self._services[name].stop() for name in names))
 
+    def forget(self, name: str) -> None:
+        """A service that is over, so that it takes no memory any more."""
+        if name in self._services and self._services[name].is_over:
+            del self._services[name]
+
     async def aclose(self) -> None:
         """Stops the services that still run, the last started first, so that none loses a service that it needs."""
         for service in reversed(list(self._services.values())):
@@ -229,8 +237,8 @@ class _Service:
 
     async def _live(self) -> ServiceEnd:
         """Returns the last of the service's ends."""
+        exit_status = await self._until_ended()
         while True:
-            exit_status = await self._until_ended()
             self._is_up = False
             delay_s = self._restart_delay(exit_status)
             end = ServiceEnd(self._spec.name, self._process.pid, exit_status, self._stopping.is_set(), delay_s)
@@ -240,12 +248,21 @@ class _Service:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
                 return end
+            exit_status = await self._again()
+
+    async def _again(self) -> int:
+        """The exit status of its next process."""
+        try:
             self._spawn()
+        except OSError as error:  # no memory, no number for a process, no room for its log
+            structlog.get_logger("processes").warning("not started again", service=self._spec.name, error=str(error))
+            return 1
+        return await self._until_ended()
 
     def _spawn(self, child: Child | None = None) -> None:
+        self._started_s = asyncio.get_running_loop().time()
         self._process = child or self._start_child(self._spec)
         self._is_up = True
-        self._started_s = asyncio.get_running_loop().time()
 
     async def _until_ended(self) -> int:
         pidfd = os.pidfd_open(self._process.pid)

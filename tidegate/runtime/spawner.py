@@ -18,6 +18,7 @@ Invariants:
 - A service whose launcher has died before it was the service's parent ends. [test_spawner: whose_launcher_is_gone]
 - A service has none of the spawner's descriptors. [test_spawner: is_a_child_of_its_launcher]
 - A service ends with the status that it would have alone. [test_spawner: ends_with_its_own_status]
+- Where the spawner ends before it has told of a service, that service ends. [test_spawner: nobody_was_told_of]
 - What the spawner has not imported is started as a new program, and everything once it is gone.
   [test_spawner: as_a_new_program]
 """
@@ -147,12 +148,21 @@ class Spawner:
             return ChildByPid(int(parse_json(self._connection.recv(64))))
         except (OSError, ValueError) as error:
             self._given_up(error)
-            return started(spec)
+            return self._told_late() or started(spec)
 
     def _given_up(self, error: Exception) -> None:
         """Without it a service takes a second more."""
         self._log.warning("spawner does not answer", error=str(error))
         self._modules = frozenset()
+        self._process.kill()
+        self._process.wait()
+
+    def _told_late(self) -> Child | None:
+        """What the spawner told just before it was killed. A service of which it did not tell ends."""
+        with suppress(OSError, ValueError):
+            self._connection.setblocking(False)
+            return ChildByPid(int(parse_json(self._connection.recv(64))))
+        return None
 
     def close(self) -> None:
         """Ends the spawner. The services stay."""
@@ -189,18 +199,23 @@ def _serve(connection: socket.socket, launcher: int) -> None:
     connection.send(_READY)
     while request := connection.recv(_MAX_REQUEST_BYTES):
         told, tell = os.pipe()
+        go, let_go = os.pipe()
         between = os.fork()
         if between == 0:
             own = os.getpid()
             service = os.fork()
             if service == 0:
-                _become(request, connection, (told, tell), between=own, launcher=launcher)
+                for fd in (told, tell, let_go):
+                    os.close(fd)
+                _become(request, connection, go, between=own, launcher=launcher)
             os.write(tell, b"%d" % service)
             os._exit(0)
         os.close(tell)
         os.waitpid(between, 0)
         connection.send(os.read(told, 32))
-        os.close(told)
+        os.write(let_go, b"1")
+        for fd in (told, let_go, go):  # `go` as late: without a reader the write would end this process
+            os.close(fd)
 
 
 def _become_subreaper() -> None:
@@ -225,16 +240,15 @@ def _program(module: str) -> Any:
     return importlib.import_module(f"{module}.__main__") if hasattr(found, "__path__") else found
 
 
-def _become(
-    request: bytes, connection: socket.socket, pipe: tuple[int, int], *, between: int, launcher: int
-) -> NoReturn:
-    """The service, from here to its end."""
+def _become(request: bytes, connection: socket.socket, go: int, *, between: int, launcher: int) -> NoReturn:
+    """The service, from here to its end. `go`: nothing comes where the launcher does not know of it."""
     status = 1
     try:
         connection.close()
-        for fd in pipe:
-            os.close(fd)
         os.setsid()
+        if not os.read(go, 1):
+            os._exit(1)
+        os.close(go)
         fields = parse_json(request)
         python, flag, module, *words = fields["words"]
         take_log(fields["log"])

@@ -231,6 +231,28 @@ async def test_what_a_killed_agent_left_goes_with_the_start_of_the_next_one(agen
     assert not await asyncio.to_thread(memory.exists)
 
 
+HAS_A_CHILD = """
+import ctypes, os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    print("ready", flush=True)
+while True: time.sleep(60)
+"""
+
+
+async def test_a_process_that_was_killed_leaves_no_zombies(agent: Agent) -> None:
+    agent.start(HAS_A_CHILD)
+    config = agent.lab.config()
+    stand_in = await agent.lab.stand_in(config)
+    await until(lambda: "ready" in agent.lab.printed(config))
+    (program,) = agent.programs()
+    (child,) = program.children()
+    program.kill()
+    await stand_in.wait()
+    await until(lambda: not child.is_running())
+
+
 def test_a_kept_process_is_gone_before_its_job_goes_on_elsewhere() -> None:
     """Where its agent took another program just before the machine, or the one that keeps the cluster, was lost."""
     gone_s = machine.KEPT_S + machine._STOP_S

@@ -24,7 +24,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
 from tidegate.launcher.claim import host_memory_folder
-from tidegate.launcher.lock import LOCK, held
+from tidegate.launcher.lock import LOCK, held, held_by
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.runtime.processes import Supervisor
 from tidegate.types import JobId, NodeId
@@ -104,7 +104,7 @@ async def test_a_launcher_that_was_killed_leaves_no_host_memory(node: Node) -> N
     memory = host_memory_folder(node.config)
     for number, stays in ((1, True), (2, False)):
         pid = await node.start(number)
-        await asyncio.to_thread(until_there, memory / LOCK)
+        await asyncio.to_thread(until_held, memory / LOCK)
         (memory / "version").write_bytes(b"weights")
         os.kill(pid, signal.SIGKILL)
         ended = await node.supervisor.next_end()
@@ -114,6 +114,15 @@ async def test_a_launcher_that_was_killed_leaves_no_host_memory(node: Node) -> N
         else:
             await node.jobs.note_end(ended)
         assert memory.exists() is stays
+
+
+async def test_a_launcher_that_was_killed_at_the_agents_end_leaves_no_host_memory(node: Node) -> None:
+    memory = host_memory_folder(node.config)
+    pid = await node.start(1)
+    await asyncio.to_thread(until_held, memory / LOCK)
+    os.kill(pid, signal.SIGKILL)
+    await node.jobs.aclose()
+    assert not memory.exists()
 
 
 def treatment_of(pid: int) -> str:
@@ -132,6 +141,13 @@ def until_there(path: Path) -> None:
         time.sleep(0.05)
 
 
+def until_held(lock: Path) -> None:
+    deadline_s = time.monotonic() + 60
+    while held_by(lock) is None:
+        assert time.monotonic() < deadline_s, f"{lock} is not held"
+        time.sleep(0.05)
+
+
 async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, tmp_path: Path) -> None:
     """However often its agent dies: before the launcher has begun, and after."""
 
@@ -143,11 +159,13 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
     how, pid = await started(1, submission=5)
     os.kill(int(pid), signal.SIGKILL)
     await node.ended()
+    assert not node.jobs.starts[JOB].has_begun, "it has removed nothing"
     again, pid = await started(2, submission=5)
     assert (how, again) == ("force", "force")
-    await asyncio.to_thread(until_there, ClusterFolder.of(tmp_path).job_begun(JOB))
+    await asyncio.to_thread(until_there, JobFolder.of(node.config).config)
     os.kill(int(pid), signal.SIGKILL)
     await node.ended()
+    assert node.jobs.starts[JOB].has_begun
     assert (await started(3, submission=5))[0] == "resume"
     node.jobs.stop(JOB, cancels=False)
     await node.ended()
@@ -157,7 +175,7 @@ async def test_a_submission_with_force_removes_an_earlier_run_once(node: Node, t
 async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_path: Path) -> None:
     """The machine that kept the cluster was lost before it had told of the start."""
     pid = await node.start(1, submission=5)
-    await asyncio.to_thread(until_there, ClusterFolder.of(tmp_path).job_begun(JOB))
+    await asyncio.to_thread(until_there, JobFolder.of(node.config).config)
     os.kill(pid, signal.SIGKILL)
     await node.ended()
     await node.supervisor.aclose()
@@ -165,6 +183,39 @@ async def test_a_start_that_nobody_remembers_is_gone_on_with(node: Node, tmp_pat
     pid = await other.start(1, submission=5)
     assert treatment_of(pid) == "resume"
     await other.supervisor.aclose()
+
+
+async def test_a_start_that_ended_before_it_had_made_the_folder_makes_it(node: Node, tmp_path: Path) -> None:
+    """It had said that the folder is this submission's, and its agent ended too."""
+    begun = ClusterFolder.of(tmp_path).job_begun(JOB)
+    begun.parent.mkdir()
+    begun.write_text("5")
+    assert treatment_of(await node.start(1, submission=5)) == "fresh"
+
+
+async def test_what_is_here_of_jobs_that_nobody_knows_goes(node: Node, tmp_path: Path) -> None:
+    folder = ClusterFolder.of(tmp_path)
+    for each in (folder.queue / "records", folder.root / "jobs", folder.logs):
+        each.mkdir(parents=True)
+    (folder.queue / "records" / "waits.json").touch()
+    for job in map(JobId, ("waits", "forgotten", "forgotten-2")):
+        for path in (folder.job_config(job), folder.job_end(job), folder.job_begun(job), folder.job_output(job)):
+            path.touch()
+    (folder.logs / "agent.jsonl").touch()
+    os.kill(await node.start(1), signal.SIGKILL)
+    await node.ended()
+    there = {*(folder.root / "jobs").iterdir(), *folder.logs.iterdir()}
+    assert {path.name.partition(".")[0] for path in there} == {"waits", "one", "job-waits", "job-one", "agent"}
+    assert node.supervisor.watched() == []
+    assert len(there) == 7
+
+
+async def test_a_job_whose_start_fails_has_no_rights(node: Node, tmp_path: Path) -> None:
+    ClusterFolder.of(tmp_path).job_config(JOB).mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        await node.start(1)
+    assert node.left == [JOB]
+    assert not node.jobs.starts
 
 
 @pytest.mark.parametrize("end", [End.FINISHED, End.FAILED, End.CANCELLED])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tidegate.runtime.processes import ENDS_AGAIN, ServiceSpec, Supervisor, session_members
+from tidegate.runtime.processes import ENDS_AGAIN, Child, ServiceSpec, Supervisor, session_members, started
 
 SHELL = "/bin/sh"
 WAIT_S = 10
@@ -123,6 +123,28 @@ async def test_a_service_that_ignores_the_stop_is_killed(supervisor: Supervisor,
     await supervisor.stop("service")
     assert (await supervisor.next_end()).exit_status == -signal.SIGKILL
     assert session_members(pid) == []
+
+
+async def test_a_service_that_cannot_be_started_again_has_failed_once_more(tmp_path: Path) -> None:
+    starts = list[int]()
+
+    def start(spec: ServiceSpec) -> Child:
+        starts.append(len(starts))
+        if starts[-1] in (1, 2):
+            raise OSError("no number for a process")
+        return started(spec)
+
+    supervisor = Supervisor(start)
+    supervisor.start(shell(tmp_path, "sleep 1000", stays=True, max_restarts=4, first_backoff_s=0.01))
+    pid = supervisor.pid("service")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        ends = [await supervisor.next_end() for _ in range(3)]
+        while supervisor.pid("service") in (None, pid):  # noqa: ASYNC110 # a start is no event
+            await asyncio.sleep(0.01)
+    assert [(end.exit_status, end.restarts_in_s is None) for end in ends] == [(-9, False), (1, False), (1, False)]
+    await supervisor.aclose()
 
 
 async def test_a_stop_ends_the_wait_for_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:

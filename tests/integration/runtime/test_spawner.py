@@ -75,6 +75,31 @@ sys.exit(not is_gone)
 """
 
 
+UNTOLD = """
+import json, os, signal, socket, sys
+from tidegate.runtime import spawner
+
+own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+spawner._become_subreaper()
+pid = os.fork()
+if pid == 0:
+    own.close()
+    spawner._serve(other, os.getppid())
+    os._exit(0)
+other.close()
+own.recv(64)
+words = ["python", "-m", "tests.integration.runtime.spawned", "stay", sys.argv[2]]
+own.send(json.dumps({"words": words, "log": sys.argv[1], "env": {}}).encode())
+own.close()  # so that it cannot tell
+signal.alarm(30)  # the service would stay
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+
+
 def launched(
     folder: Path, what: str, *, module: str = SERVICE, loses_it: bool = False, forks: bool = False
 ) -> subprocess.Popen[str]:
@@ -95,6 +120,12 @@ def told(folder: Path) -> dict[str, Any]:
 def test_a_service_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ORPHANS, str(tmp_path / "log")], cwd=REPOSITORY, check=False)
     assert done.returncode == 0
+
+
+def test_a_service_that_nobody_was_told_of_ends_before_it_begins(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", UNTOLD, str(tmp_path / "log"), str(tmp_path / "told")]
+    done = subprocess.run(words, cwd=REPOSITORY, check=False, stderr=subprocess.DEVNULL)
+    assert (done.returncode, [*tmp_path.iterdir()]) == (0, [])
 
 
 @pytest.mark.parametrize(("what", "status"), [("raise", 1), ("leave", 74), ("return", 3), ("none", 0)])

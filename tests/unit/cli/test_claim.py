@@ -206,6 +206,37 @@ def test_a_forced_start_removes_the_older_run(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+def test_a_removal_that_is_cut_off_leaves_a_job_that_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_once(tmp_path)
+    folder, unlink = JobFolder.of(small_config(tmp_path)), Path.unlink
+
+    def cut_off(path: Path, *, missing_ok: bool = False) -> None:
+        if path == folder.config:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            run_once(tmp_path, Start.FORCE)
+    assert {*folder.root.iterdir()} == {folder.config, folder.root / LOCK}
+    with pytest.raises(CannotStart, match="was started before"):
+        run_once(tmp_path)
+
+
+def test_a_claim_is_told_once_the_older_run_is_gone_and_before_there_is_a_config(tmp_path: Path) -> None:
+    run_once(tmp_path)
+    folder, told = JobFolder.of(small_config(tmp_path)), list[list[str]]()
+
+    def claimed() -> None:
+        told.append([path.name for path in folder.root.iterdir()])
+
+    with claim_folder(load_job(small_config(tmp_path)), Start.FORCE, now_unix_s=0.0, claimed=claimed):
+        assert told == [[LOCK]]
+
+
 def test_a_folder_without_a_job_is_never_removed(tmp_path: Path) -> None:
     precious = tmp_path / "jobs" / "small" / "thesis.txt"
     precious.parent.mkdir(parents=True)

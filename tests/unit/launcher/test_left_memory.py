@@ -15,6 +15,7 @@ def folder(root: Path, name: str, *, locked: bool = True) -> Path:
     made.mkdir()
     if locked:
         (made / LOCK).touch()
+        os.utime(made / LOCK, (0, 0))
     return made
 
 
@@ -23,7 +24,9 @@ def own(name: str) -> str:
 
 
 def test_a_folder_whose_launcher_lives_is_not_taken_for_left(tmp_path: Path) -> None:
-    lives, left = folder(tmp_path, own("a1")), folder(tmp_path, own("b2"))
+    lives, left, begins = (folder(tmp_path, own(name)) for name in ("a1", "b2", "b3"))
+    os.utime(begins / LOCK)
+    (left / "version").write_bytes(bytes(1 << 20))
     folder(tmp_path, own("c3"), locked=False)
     folder(tmp_path, "tidegate-999999-d4")
     (tmp_path / own("e5")).write_text("a file")
@@ -32,7 +35,7 @@ def test_a_folder_whose_launcher_lives_is_not_taken_for_left(tmp_path: Path) -> 
         assert [*left_by_launchers(tmp_path)] == [left]
         found = host_memory(tmp_path)
     assert found.health is Health.WARN
-    assert "MiB free; jobs whose launcher was killed left 0 MiB" in found.found
+    assert "MiB free; jobs whose launcher was killed left 1 MiB" in found.found
     assert found.remedy == f"start them again, or rm -r {left}"
 
 
