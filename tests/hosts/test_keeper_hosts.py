@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,24 @@ def assert_listeners_are_known(lab: Lab, name: str) -> None:
     assert not counts["server"]
 
 
+SCAN = """
+import socket, sys
+for port in range(1, 1 << 16):
+    with socket.socket() as connection:
+        connection.settimeout(5)
+        if connection.connect_ex((sys.argv[1], port)) == 0:
+            print(port)
+"""
+
+
+def assert_a_scan_finds_what_is_listed(lab: Lab, name: str) -> None:
+    """Of a machine without a job, from another one: its agent, and the three of the keeper's cluster."""
+    other = next(each for each in ADDRESSES if each != name)
+    found = lab.machines[other].said(f"{sys.prefix}/bin/python -c {shlex.quote(SCAN)} {ADDRESSES[name]}").split()
+    assert "7400" in found
+    assert len(found) == (4 if name == lab.keeper else 1), found
+
+
 LOOK_FOR_SECRETS = """
 cd /dev/shm
 for each in /srv/tidegate/operator /srv/tidegate/cred-* $(find . -name credential.pem -exec dirname {} +); do
@@ -189,6 +208,8 @@ def test_a_job_goes_on_whichever_machine_keeps_the_cluster(lab: Lab, want_checks
     assert lab.keeper == "a"
     kept = {name: lab.row("nodes", node)["message"] for name, node in NODES.items()}
     assert kept == {"a": "its machine keeps the cluster", "b": "", "c": ""}
+    for name in NODES:
+        assert_a_scan_finds_what_is_listed(lab, name)
     assert_a_job_is_commanded_from_another_machine(lab)
     lab.submit("one")
     lab.submit("waits")

@@ -83,6 +83,19 @@ def test_a_job_over_two_machines_goes_on_after_a_server_was_killed(lab: Lab, wan
         assert [*placements(lab, "struck")] == ["n0+n1"]
 
 
+def test_a_job_of_the_queue_goes_on_after_its_link_was_down_for_5_s(lab: Lab, want_checksum: str) -> None:
+    with lab.cluster("n0=4", "n1=4@b"):
+        submit(lab, "held-up")
+        until_saved(lab, "held-up")
+        before = services_there()
+        assert before
+        with link_down():
+            time.sleep(5)
+            assert services_there() == before
+        assert_trained(lab, "held-up", want_checksum)
+        assert [*placements(lab, "held-up")] == ["n0+n1"], "it was not interrupted"
+
+
 def test_a_job_whose_machine_is_away_goes_on_on_another_one(lab: Lab, want_checksum: str) -> None:
     with lab.cluster("n0=8", "n1=8@b"):
         submit(lab, "here", "moved")
