@@ -101,6 +101,9 @@ async def until_ended(
                     last_told[each.job] = told
                     print(f"tidegate: job {each.job} {told}", file=sys.stderr)
                     changed(each)
+        for job in seen.keys() - {each.job for each in there}:
+            print(f"tidegate: job {job} has ended, and the cluster has forgotten it", file=sys.stderr)
+            del seen[job]
         if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)

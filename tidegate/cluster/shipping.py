@@ -24,6 +24,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -48,6 +49,8 @@ NAME = ".files"
 MOST_BYTES = 16 * 2**20
 """The most that a folder may have. A tokenizer of 150,000 tokens has 11 MB."""
 MOST_FILES = 1000
+_COPY = re.compile(rf"/{re.escape(NAME)}/(\w+)")
+"""What a config says of a copy."""
 UNUSED_S = 7 * 24 * 3600.0
 """A copy that no config names goes after that: its job may not be in the queue yet, or in a backup of it."""
 SHIPPED = Path("/tidegate-shipped")
@@ -267,7 +270,7 @@ def _remove_unused(output_dir: Path) -> None:
         old = [path for path in root.iterdir() if path.name != _LOCK and path.stat().st_mtime < oldest_s]
         if old:
             configs = [*output_dir.glob("*/config.json"), *ClusterFolder.of(output_dir).queue.glob("configs/*.json")]
-            named = [path.read_text() for path in configs]
+            named = {name for path in configs for name in _COPY.findall(path.read_text())}
             for path in old:
-                if not any(path.name in text for text in named):
+                if path.name not in named:
                     _remove(path)

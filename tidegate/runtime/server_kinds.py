@@ -200,7 +200,9 @@ async def _reload_nats(server: Running, before: ServerGuard, guard: ServerGuard)
     os.kill(server.pid, signal.SIGHUP)
     deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        said = log.read_bytes()[read_bytes:]
+        with log.open("rb") as stream:
+            stream.seek(read_bytes)
+            said = stream.read()
         if b"Reloaded server configuration" in said:
             return
         if (fault := said.partition(b"Failed to reload server configuration")[2]) and b"\n" in fault:

@@ -276,11 +276,13 @@ class ClusterLoop:
             raise StoreNotAdopted("the store is being opened") from None
 
     async def _rounds(self) -> None:
+        told = ""
         while True:
             try:
                 if not self._is_open.is_set():
                     await self.open()
                 version = await self.round()
+                told = ""
                 await self.keep()
                 await self._wait(version)
             except StoreNotAdopted as error:
@@ -293,7 +295,9 @@ class ClusterLoop:
                 if not self._is_open.is_set():
                     await asyncio.sleep(RETRY_S)
             except (StoreUnavailable, BusUnavailable, PeerUnavailable, StaleToken, GpuBusy) as error:
-                self._log.warning("no answer", error=str(error))
+                if str(error) != told:  # it is tried again several times a second, perhaps for days
+                    self._log.warning("no answer", error=str(error))
+                told = str(error)
                 await asyncio.sleep(RETRY_S)
             except KeptQueueAway as error:
                 self._log.error("the queue is not kept", error=str(error))

@@ -49,7 +49,8 @@ from tidegate.sizes import host_memory_text
 from tidegate.types import Drain, GpuId, JobId, NodeId, node_of
 
 KEPT = 256
-"""The records of ended jobs that stay. The folders of the jobs have the rest."""
+"""The records of ended jobs that stay, beside those that the agent knows still. The folders of the jobs have the rest.
+"""
 MAX_INTERRUPTIONS = 5
 """A job that ends its launcher again and again would repeat its last iteration for ever."""
 LONGEST_WAIT_MS = 1000 * 2 ** (MAX_INTERRUPTIONS - 2)
@@ -103,7 +104,8 @@ class Cluster:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What to do. `changed`: records to write first. `clears`: jobs that ended and of which no process lives, whose
-    data in NATS and Redis can go. `dropped`: records of the oldest ended jobs beyond `KEPT`.
+    data in NATS and Redis can go. `dropped`: records of the oldest ended jobs beyond `KEPT`. A job that the agent knows
+    keeps its record: with a new one its starts would have the numbers of those before.
 
     The others are asked of the agents, again until they have told of the result: jobs to start, jobs to end for good,
     and starts that should not run any more."""
@@ -125,10 +127,11 @@ def next_step(submissions: Iterable[Submission], cluster: Cluster) -> Step:
     alive = [job for job, ran in cluster.ran.items() if ran.end is None]
     cancelled = [by_job[job] for job in alive if job in by_job and by_job[job].is_cancelled]
     ended = [each for each in after if each.state is SubmissionState.ENDED]
-    cleared = sorted((each for each in ended if each.is_cleared), key=lambda each: each.submitted_unix_ms)
+    forgotten = [each for each in ended if each.is_cleared and each.job not in cluster.ran]
+    oldest = sorted(forgotten, key=lambda each: each.submitted_unix_ms)
     return Step(
         clears=tuple(each for each in ended if not each.is_cleared and each.job not in alive),
-        dropped=tuple(each.job for each in cleared[: max(0, len(cleared) - KEPT)]),
+        dropped=tuple(each.job for each in oldest[: max(0, len(oldest) - KEPT)]),
         changed=tuple(new for old, new in zip(before, after, strict=True) if new != old),
         starts=tuple(starts),
         cancels=tuple(cancelled),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cli import cluster_queue
 from cli.command import execute
 from tests.unit.cli.configs import small
 from tests.unit.cluster_jobs import submitted
@@ -22,7 +23,7 @@ from tidegate.config.job_config import JobConfig
 from tidegate.launcher.lock import LOCK, held
 from tidegate.launcher.outcome import End, Outcome
 from tidegate.types import NodeId
-from tidegate.v1 import control_pb2
+from tidegate.v1 import cluster_pb2, control_pb2
 
 DOWN = "the cluster is down: tidegate up goes on with it"
 
@@ -132,3 +133,19 @@ def test_a_job_of_a_cluster_that_is_down_cannot_be_cancelled(
     assert "no cluster is up in" in capsys.readouterr().err
     assert execute(["describe", "nobody", "--output-dir", str(output_dir)]) == 2
     assert "no job 'nobody'" in capsys.readouterr().err
+
+
+async def test_a_wait_for_all_jobs_is_over_once_the_cluster_has_forgotten_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = cluster_pb2.Submission(job="long", state="running")
+    answers = [[long], [long], list[cluster_pb2.Submission]()]
+
+    async def listed(*_: object, **__: object) -> list[cluster_pb2.Submission]:
+        return answers.pop(0)
+
+    monkeypatch.setattr(cluster_queue, "_listed", listed)
+    monkeypatch.setattr(cluster_queue, "_FOLLOW_S", 0.0)
+    assert not await cluster_queue.until_ended(ClusterFolder.of(tmp_path), [])
+    assert not answers
+    assert "job long has ended, and the cluster has forgotten it" in capsys.readouterr().err

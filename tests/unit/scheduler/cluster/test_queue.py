@@ -264,6 +264,8 @@ def test_an_ended_job_is_cleared_once_no_process_of_it_lives_and_the_oldest_reco
     step = next_step(many, cluster())
     assert step.dropped == ("j0", "j1")
     assert not step.clears
+    step = next_step(many, cluster(j0=Ran(1, End.FINISHED)))
+    assert step.dropped == ("j1",), "the agent knows its start 1, which a new record of it would have too"
 
 
 def test_a_cancelled_job_that_waits_ends_at_once() -> None:
