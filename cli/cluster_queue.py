@@ -102,8 +102,7 @@ async def until_ended(
                     print(f"tidegate: job {each.job} {told}", file=sys.stderr)
                     changed(each)
         for job in seen.keys() - {each.job for each in there}:
-            print(f"tidegate: job {job} has ended, and the cluster has forgotten it", file=sys.stderr)
-            del seen[job]
+            seen[job] = cluster_pb2.Submission(job=job, state="ended", message="forgotten: its folder has its end")
         if not any(_is_awaited(each, is_for_running=is_for_running) for each in seen.values()):
             return list(seen.values())
         await asyncio.sleep(_FOLLOW_S)

@@ -71,6 +71,7 @@ KEPT_S = 15.0
 """How long a process lives on without a caller, while its agent takes its program anew, which takes 3 s on a quiet
 machine. With the time in which it ends it is gone before its job goes on elsewhere.
 [test_machine_reload: before_its_job]"""
+_REAPS_AFTER_S = 1.0
 _TOLD_S = 5.0
 """The time to tell all callers. One that is not told takes its process for gone."""
 Requests = AsyncIterator[machine_pb2.RunProcessRequest]
@@ -116,6 +117,8 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
         """Those that the program before has left, by pid, until somebody calls for them."""
         self._ending: set[asyncio.Task[None]] = set()
         self._supervisors: set[Supervisor] = set()
+        self.looks_at_next_program = False
+        """A child of this process does then, which nobody else may reap."""
         self._spawner = set() if spawner is None else {spawner}
         self._gone = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -293,7 +296,12 @@ class MachineServicer(machine_pb2_grpc.MachineServicer):
     def _reap(self, over: Supervisor) -> None:
         """What a killed process had started is this agent's child: it has made itself the subreaper."""
         self._supervisors.discard(over)
-        reap_orphans(self._spawner.union(*(each.pids for each in self._supervisors)))
+        # The kernel ends them with it, a moment later.
+        asyncio.get_running_loop().call_later(_REAPS_AFTER_S, self._reap_orphans)
+
+    def _reap_orphans(self) -> None:
+        if not self.looks_at_next_program:
+            reap_orphans(self._spawner.union(*(each.pids for each in self._supervisors)))
 
     def _free(self, place: tuple[Path, str]) -> None:
         self._running.discard(place)
@@ -437,7 +445,10 @@ async def run(
         try:
             while await _is_asked(asked, stopping):
                 asked.clear()
-                if fault := await next_program.fault():
+                servicer.looks_at_next_program = True
+                fault = await next_program.fault()
+                servicer.looks_at_next_program = False
+                if fault:
                     structlog.get_logger("agent").error("its program is not taken anew", reason=fault)
                     continue
                 state = await servicer.leave()

@@ -34,6 +34,7 @@ from tidegate.json_text import parse_json, typed
 from tidegate.types import JobId
 
 NAME = ".cluster"
+_FORGOTTEN_S = 7 * 24 * 3600.0
 _PROBE_BYTES = 4096
 
 
@@ -171,12 +172,14 @@ class ClusterFolder:
         return self.logs / f"job-{job}.out"
 
     def remove_forgotten(self, known: Collection[JobId]) -> None:
-        """What is here of jobs that neither the agent knows nor the queue."""
+        """What is here of jobs that neither the agent nor the queue knows, and that is old: a queue that is just now
+        written may lack one for a moment."""
+        old_s = time.time() - _FORGOTTEN_S
         with suppress(OSError):
             kept = {*known, *(path.stem for path in (self.queue / "records").iterdir())}
             for path in [*(self.root / "jobs").iterdir(), *self.logs.glob("job-*.out")]:
                 job = path.name.removeprefix("job-") if path.suffix == ".out" else path.name
-                if job.partition(".")[0] not in kept:
+                if job.partition(".")[0] not in kept and path.stat().st_mtime < old_s:
                     path.unlink(missing_ok=True)
 
     def host_memory(self, root: Path) -> Path:

@@ -120,7 +120,8 @@ def claim_folder(
     """Claims the job's folder within the block. CannotStart, with nothing changed, when its contents forbid the start.
 
     `fresh_command` is what a person types to remove the older run and start over, `resume_command` to go on with it.
-    `claimed` is called once the folder is this run's, and files that --force removes are gone.
+    `claimed` is called once the folder is this run's: what --force removes and the end of an earlier run are gone, and
+    there is no config of this run yet.
     """
     folder = JobFolder.of(job.config)
     refuse_claim(job.config, start, fresh_command=fresh_command, resume_command=resume_command)
@@ -138,11 +139,10 @@ def claim_folder(
         boot = _next_boot(lock_fd, now_unix_s=now_unix_s)
         if start is Start.FORCE:
             _empty(folder)
-        claimed()
         with _host_memory(host_memory_folder(job.config)):
             try:
                 _issue_credentials(host_memory_folder(job.config), job)
-                config = _prepare_folder(folder, job)
+                config = _prepare_folder(folder, job, claimed)
                 record = _record(start, boot, checkpoint, folder.tokenizer)
                 attempt = begin_attempt(
                     folder.root, config=config.model_dump(mode="json"), record=record, now_unix_s=now_unix_s
@@ -331,6 +331,7 @@ def _empty(folder: JobFolder) -> None:
 def _host_memory(folder: Path) -> Iterator[None]:
     _refuse_others_memory(folder)
     removals = Removals()
+    removals.go_on(folder.parent)
     removals.begin(folder)
     removals.finish()
     folder.mkdir(mode=0o700)
@@ -353,11 +354,12 @@ def _issue_credentials(host_memory: Path, job: Job) -> None:
         ) from error
 
 
-def _prepare_folder(folder: JobFolder, job: Job) -> JobConfig:
+def _prepare_folder(folder: JobFolder, job: Job, claimed: Callable[[], None]) -> JobConfig:
     """Writes the files that a run needs into the folder. Returns the config with every path resolved."""
     _keep_tokenizer(folder, job)
     for stale in (folder.result, folder.endpoint):
         stale.unlink(missing_ok=True)
+    claimed()
     folder.checkpoints.mkdir(exist_ok=True)
     folder.readme.write_text(README)
     config = job.config

@@ -100,9 +100,11 @@ def _taken(fd: int) -> bool:
     """Takes the lock, after those who look at it. False where another process has it."""
     deadline_s = time.monotonic() + _LOOKS_S
     while not _locked(fd, fcntl.LOCK_EX):
-        if not _locked(fd, fcntl.LOCK_SH) or time.monotonic() > deadline_s:
+        if not _locked(fd, fcntl.LOCK_SH):
             return False
         fcntl.flock(fd, fcntl.LOCK_UN)
+        if time.monotonic() > deadline_s:
+            return False
         time.sleep(_TRY_AGAIN_S)
     return True
 

@@ -64,6 +64,8 @@ BEAT_S = 1.0
 LOST_AFTER_S = 30.0
 """A machine that is away for longer loses its jobs. Its processes end after `tidegate.machines.LOST_S` of silence, and
 a job that waits for its machine could go on elsewhere meanwhile."""
+START_S = 30.0
+"""The agent tells the servers of the job. One that does not answer is given up after 5 s, for each change."""
 RETRY_S = 0.2
 ANSWER_S = 4.0
 """Below the deadline of a person's call."""
@@ -369,7 +371,7 @@ class ClusterLoop:
                 submitted_unix_ms=each.submitted_unix_ms,
             )
             try:
-                await self._agent.StartJob(request)
+                await self._agent.StartJob(request, timeout=START_S)
             except PeerRefused as refused:
                 await self._tell(each, f"cannot start yet: {refused.reason}; it is tried again each second", records)
         for each in step.cancels:

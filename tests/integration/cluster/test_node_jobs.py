@@ -201,13 +201,16 @@ async def test_what_is_here_of_jobs_that_nobody_knows_goes(node: Node, tmp_path:
     for job in map(JobId, ("waits", "forgotten", "forgotten-2")):
         for path in (folder.job_config(job), folder.job_end(job), folder.job_begun(job), folder.job_output(job)):
             path.touch()
+            os.utime(path, (0, 0))
     (folder.logs / "agent.jsonl").touch()
+    os.utime(folder.logs / "agent.jsonl", (0, 0))
+    folder.job_config(JobId("young")).touch()
     os.kill(await node.start(1), signal.SIGKILL)
     await node.ended()
     there = {*(folder.root / "jobs").iterdir(), *folder.logs.iterdir()}
-    assert {path.name.partition(".")[0] for path in there} == {"waits", "one", "job-waits", "job-one", "agent"}
-    assert node.supervisor.watched() == []
-    assert len(there) == 7
+    assert {path.name.partition(".")[0] for path in there} == {"waits", "one", "young", "job-waits", "job-one", "agent"}
+    assert len(there) == 8
+    assert not node.supervisor._services, "the launcher is forgotten too"
 
 
 async def test_a_job_whose_start_fails_has_no_rights(node: Node, tmp_path: Path) -> None:

@@ -228,13 +228,16 @@ def test_a_removal_that_is_cut_off_leaves_a_job_that_was_started(
 
 def test_a_claim_is_told_once_the_older_run_is_gone_and_before_there_is_a_config(tmp_path: Path) -> None:
     run_once(tmp_path)
-    folder, told = JobFolder.of(small_config(tmp_path)), list[list[str]]()
+    folder, told = JobFolder.of(small_config(tmp_path)), list[set[str]]()
 
     def claimed() -> None:
-        told.append([path.name for path in folder.root.iterdir()])
+        told.append({path.name for path in folder.root.iterdir()})
 
+    folder.result.touch()
+    with claim_folder(load_job(small_config(tmp_path)), Start.RESUME, now_unix_s=0.0, claimed=claimed):
+        assert folder.result.name not in told[0], "the end of the earlier run is not taken for this one's"
     with claim_folder(load_job(small_config(tmp_path)), Start.FORCE, now_unix_s=0.0, claimed=claimed):
-        assert told == [[LOCK]]
+        assert told[1] == {LOCK, folder.tokenizer.name}
 
 
 def test_a_folder_without_a_job_is_never_removed(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_job_of_a_cluster_that_is_down_cannot_be_cancelled(
 
 
 async def test_a_wait_for_all_jobs_is_over_once_the_cluster_has_forgotten_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = cluster_pb2.Submission(job="long", state="running")
     answers = [[long], [long], list[cluster_pb2.Submission]()]
@@ -146,6 +146,6 @@ async def test_a_wait_for_all_jobs_is_over_once_the_cluster_has_forgotten_them(
 
     monkeypatch.setattr(cluster_queue, "_listed", listed)
     monkeypatch.setattr(cluster_queue, "_FOLLOW_S", 0.0)
-    assert not await cluster_queue.until_ended(ClusterFolder.of(tmp_path), [])
+    (found,) = await cluster_queue.until_ended(ClusterFolder.of(tmp_path), [])
+    assert (found.job, found.state, found.message) == ("long", "ended", "forgotten: its folder has its end")
     assert not answers
-    assert "job long has ended, and the cluster has forgotten it" in capsys.readouterr().err
