@@ -47,7 +47,7 @@ class _Agents:
             num_slots=slots, device="cpu", slots_per_gpu=1, jobs=self.jobs.values(), host_memory=memory
         )
 
-    async def StartJob(self, request: cluster_pb2.StartJobRequest) -> cluster_pb2.StartJobResponse:
+    async def StartJob(self, request: cluster_pb2.StartJobRequest, *, timeout: float) -> cluster_pb2.StartJobResponse:
         self.jobs[request.job] = cluster_pb2.JobStart(job=request.job, start=request.start)
         return cluster_pb2.StartJobResponse()
 
