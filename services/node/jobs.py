@@ -156,7 +156,7 @@ class NodeJobs:
                 write_private(path, prepared.to_json())
                 self._folder.job_end(job).unlink(missing_ok=True)
                 pid = self._supervisor.start(self._launcher_of(job, config, treatment, submission, command))
-            except BaseException:
+            except BaseException:  # a call that is cancelled leaves no rights either
                 await self._leave(job)
                 raise
             self._starts[job] = Start(number, folder)

@@ -138,7 +138,7 @@ for port in range(1, 1 << 16):
 
 
 def assert_a_scan_finds_what_is_listed(lab: Lab, name: str) -> None:
-    """Of a machine without a job, from another one: its agent, and the three of the keeper's cluster."""
+    """Scans a machine without a job from another one: it has its agent, and the three of the keeper's cluster."""
     other = next(each for each in ADDRESSES if each != name)
     found = lab.machines[other].said(f"{sys.prefix}/bin/python -c {shlex.quote(SCAN)} {ADDRESSES[name]}").split()
     ours = {*found} - {"22"}  # the machine's sshd

@@ -22,7 +22,7 @@ from tidegate.certs.identity import Identity, Party
 JOB = Identity("lab", Party.JOB, "math")
 NUM_CALLERS = 8
 NUM_CONNECTIONS = 400
-"""Of each caller. A server that gives gRPC its credential for each connection ends after a few hundred in all."""
+"""Each caller makes as many. A server that gives gRPC its credential each time ends after a few hundred in all."""
 PATIENCE_S = 30.0
 SERVER = """
 import asyncio, sys

@@ -57,7 +57,7 @@ def is_left_by_launcher(folder: Path) -> bool:
 
 
 def taken_bytes(folder: Path) -> int:
-    """Of all files in it. Some may go meanwhile."""
+    """The bytes of all files in it. Some may go meanwhile."""
     taken = 0
     for place, _, names in os.walk(folder):
         for name in names:

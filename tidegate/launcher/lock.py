@@ -25,7 +25,7 @@ RECORD_BYTES = 128
 
 
 _LOOKS_S = 1.0
-"""A look takes microseconds, and on NFS some messages."""
+"""A look takes microseconds, and on NFS some messages. No event tells of its end."""
 _TRY_AGAIN_S = 0.001
 
 
