@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.server_credentials import nats_options
+from tests.stopping import stop
 from tidegate.adapters.redis_store import redis_store
 from tidegate.runtime.server_kinds import (
     MAX_PAYLOAD_BYTES,
@@ -146,7 +147,7 @@ class Replicated:
         self._processes[name].wait()
 
     def freeze(self, name: str) -> None:
-        self._processes[name].send_signal(signal.SIGSTOP)
+        stop(self._processes[name].pid)
 
     def thaw(self, name: str) -> None:
         self._processes[name].send_signal(signal.SIGCONT)

@@ -24,6 +24,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from tests.chaos.link import Link
+from tests.stopping import stop
 from tidegate.runtime.embedded import EmbeddedServer, EmbeddedServers
 
 NAMES = ("nats", "valkey")
@@ -72,7 +73,7 @@ class Stores:
         """Copies the servers' data as it is on disk at one moment."""
         pids = [self.server(name).pid for name in names]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         try:
             for name in names:
                 shutil.copytree(self.folder / name, into / name)

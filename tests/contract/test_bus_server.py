@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.bus_bench import LIMITS, PATIENT_S, SOON_S, Bench, a_group, numbered, publish_groups, source
+from tests.stopping import stop
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.ports.bus import BusLimits, BusUnavailable, Stage, StreamStuck
@@ -93,7 +94,7 @@ async def test_a_server_that_cannot_write_is_told_from_one_that_is_away(
             StreamStuck, match=r"takes no message for stream TG_SAMPLES_UNWRITTEN.*restart it and resume"
         ):
             await fill()
-        os.kill(servers.nats.pid, signal.SIGSTOP)
+        stop(servers.nats.pid)
         with pytest.raises(BusUnavailable):
             await bus.samples.publish(Stage.GENERATED, next(groups))
         os.kill(servers.nats.pid, signal.SIGCONT)

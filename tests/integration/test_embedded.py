@@ -16,6 +16,7 @@ import nats
 import pytest
 from redis.asyncio import Redis
 
+from tests.stopping import stop
 from tidegate.runtime.embedded import EmbeddedServer, EmbeddedServers, FolderInUse, PortTaken, ServerFailed
 from tidegate.runtime.server_kinds import MAX_PAYLOAD_BYTES, NATS, VALKEY, ServerPackageMissing, packaged_binary
 
@@ -134,7 +135,7 @@ async def test_a_server_that_hangs_is_killed_in_the_end(tmp_path: Path) -> None:
     servers = EmbeddedServers(tmp_path, stop_grace_s=0.05)
     await servers.start()
     pidfd = os.dup(servers.store.pidfd)
-    os.kill(servers.store.pid, signal.SIGSTOP)
+    stop(servers.store.pid)
     await servers.stop()
     assert is_dead(pidfd)
     os.close(pidfd)

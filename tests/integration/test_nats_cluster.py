@@ -185,7 +185,9 @@ async def test_a_follower_sees_an_event_that_its_hint_came_before(
     publishing = asyncio.create_task(bus.events.publish(second))
     await hinted.wait()
     seeing = asyncio.ensure_future(anext(following))
-    await saw_nothing.wait()
+    asked = asyncio.create_task(saw_nothing.wait())
+    await asyncio.wait((asked, seeing), return_when=asyncio.FIRST_COMPLETED)
+    assert asked.done(), await seeing
     for name in followers:
         servers.thaw(name)
     assert (await asyncio.wait_for(seeing, 30))[1] == second
