@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from tests.integration.cluster.machine_lab import until
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.runtime import front as front_module
@@ -79,15 +83,54 @@ async def test_bytes_come_and_go_as_they_are(echo: Echo, node: Path) -> None:
     await guarded.aclose()
 
 
-async def test_nobody_without_a_certificate_of_the_authority_reaches_the_server(echo: Echo, node: Path) -> None:
+async def test_whom_tls_refuses_never_reaches_the_server_and_is_counted(
+    echo: Echo, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = node.parent / "other"
     Authority.create(node.parent / "other-ca", "lab").issue(USER, other)
     front = await Front.open(LOOPBACK, to_port=echo.port, credential=node)
     bare = ssl.create_default_context(cafile=node / CA_CERT)
-    for tls in (bare, context_of(other, trusts=node), None):
-        with pytest.raises((OSError, asyncio.IncompleteReadError)):
-            await said(front.port, b"PING\r\n", tls)
+    monkeypatch.setattr(front_module, "_LOG_EVERY_S", 0.0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with capture_logs() as lines:
+        for tls in (bare, context_of(other, trusts=node), None):
+            with pytest.raises((OSError, asyncio.IncompleteReadError)):
+                await said(front.port, b"PING\r\n", tls)
+        socket.create_connection((LOOPBACK, front.port)).close()
+        await until(lambda: front.num_refused == 4 and len(os.listdir("/proc/self/fd")) <= descriptors)
     assert echo.num_reached == 0
+    assert [(line["event"], line["peer"], line["num_refused"]) for line in lines] == [
+        ("connection refused", LOOPBACK, number) for number in (1, 2, 3, 4)
+    ]
+    assert ["certificate" in line["reason"] for line in lines] == [True, True, False, False]
+    await front.aclose()
+
+
+async def test_a_stranger_who_tries_often_fills_no_log(echo: Echo, node: Path) -> None:
+    front = await Front.open(LOOPBACK, to_port=echo.port, credential=node)
+    with capture_logs() as lines:
+        for _ in range(50):
+            with pytest.raises((OSError, asyncio.IncompleteReadError)):
+                await said(front.port, b"PING\r\n", None)
+        await until(lambda: front.num_refused == 50)
+    assert 1 <= len(lines) < 50
+    await front.aclose()
+
+
+async def test_who_shows_no_certificate_yet_counts_as_a_connection(
+    echo: Echo, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_module, "MOST_CONNECTIONS", 1)
+    user = node.parent / "user"
+    Authority.load(node.parent / "ca").issue(USER, user)
+    front = await Front.open(LOOPBACK, to_port=echo.port, credential=node)
+    _, silence = await asyncio.open_connection(LOOPBACK, front.port)
+    with pytest.raises((OSError, asyncio.IncompleteReadError)):
+        await said(front.port, b"one", context_of(user, trusts=node))
+    silence.close()
+    await silence.wait_closed()
+    await until(lambda: front.num_refused == 1)
+    assert await said(front.port, b"two", context_of(user, trusts=node)) == b"two"
     await front.aclose()
 
 

@@ -6,9 +6,11 @@ are: for a server that asks for a certificate itself.
 
 Invariants:
 - Nobody without a certificate of the authority reaches a server behind a front with a credential.
-  [test_front: nobody_without_a_certificate]
+  [test_front: never_reaches_the_server_and_is_counted]
+- Whom TLS refuses is counted, and logged once a second at most. [test_front: fills_no_log]
 - Where one side closes, so does the other. [test_front: closes_the_other]
 - It holds `MOST_CONNECTIONS` at most. [test_front: one_connection_too_many]
+- One that shows no certificate yet is among them. [test_front: no_certificate_yet_counts]
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from tidegate.certs.authority import CA_CERT, CREDENTIAL
 from tidegate.types import LOOPBACK
 
@@ -28,6 +32,10 @@ MOST_CONNECTIONS = 4096
 """A job has two for each of its processes, and one to a few for each of its services."""
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
+_LOG_EVERY_S = 1.0
+"""Strangers may try as often as they like, and the log is on a disk."""
+_AFTER_FAILED_ACCEPT_S = 1.0
+_BACKLOG = 100
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
@@ -38,51 +46,70 @@ _KEEPALIVE = {
 
 
 class Front:
-    """`port`: chosen at `open`, on which it listens until `aclose`."""
+    """`port`: on which it listens from `open` until `aclose`. `num_refused`: the connections that ended in TLS."""
 
-    def __init__(self, to_port: int) -> None:
-        self._to_port = to_port
-        self._server: asyncio.Server | None = None
+    def __init__(self, listening: socket.socket, to_port: int, tls: ssl.SSLContext | None) -> None:
+        self._listening, self._to_port, self._tls = listening, to_port, tls
         self._passing: set[asyncio.Task[None]] = set()
-        self.port = 0
+        self._accepting = asyncio.create_task(self._accept())
+        self._logged_s = float("-inf")
+        self._log = structlog.get_logger("tidegate.front")
+        self.port: int = listening.getsockname()[1]
+        self.num_refused = 0
 
     @classmethod
     async def open(cls, address: str, *, to_port: int, credential: Path | None, listener: int | None = None) -> Front:
         """To the server at `to_port` of loopback. `listener`: the descriptor of a front that this process had under its
         earlier program. OSError where it cannot listen there."""
-        found = cls(to_port)
-        tls: dict[str, Any] = (
-            {} if credential is None else {"ssl": _tls_of(credential), "ssl_handshake_timeout": _HANDSHAKE_S}
-        )
-        where: dict[str, Any] = {"host": address, "port": 0}
-        if listener is not None:
-            where = {"sock": socket.socket(fileno=listener)}
-        found._server = await asyncio.start_server(found._serve, **where, **tls)
-        found.port = found._server.sockets[0].getsockname()[1]
-        return found
+        tls = None if credential is None else _tls_of(credential)
+        if listener is None:
+            listening = socket.create_server((address, 0), backlog=_BACKLOG)
+        else:
+            listening = socket.socket(fileno=listener)
+        listening.setblocking(False)
+        return cls(listening, to_port, tls)
 
     @property
     def listener(self) -> int:
         """The descriptor of its listening socket."""
-        assert self._server is not None, "it is open"
-        return self._server.sockets[0].fileno()
+        return self._listening.fileno()
 
     async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._passing:
+        tasks = {self._accepting, *self._passing}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._passing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listening.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._passing) >= MOST_CONNECTIONS:
-            writer.close()
-            return
-        task = asyncio.current_task()
-        assert task is not None, "asyncio calls it in a task"
-        self._passing.add(task)
-        _keep_alive(writer.get_extra_info("socket"))
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (peer, *_) = await loop.sock_accept(self._listening)
+            except OSError as failure:  # no descriptor or no memory is left, for now
+                self._log.warning("no connection accepted", reason=str(failure))
+                await asyncio.sleep(_AFTER_FAILED_ACCEPT_S)
+                continue
+            if len(self._passing) >= MOST_CONNECTIONS:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._serve(connection, peer))
+            self._passing.add(task)
+            task.add_done_callback(self._passing.discard)
+
+    async def _serve(self, connection: socket.socket, peer: str) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        within: dict[str, Any] = {} if self._tls is None else {"ssl_handshake_timeout": _HANDSHAKE_S}
         try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **within)
+        except OSError as failure:  # ssl.SSLError is one
+            self._refuse(peer, failure)
+            return
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        try:
+            _keep_alive(transport.get_extra_info("socket"))
             # A server that is started again is away for a moment: its clients try again.
             with suppress(OSError):
                 near, far = await asyncio.open_connection(LOOPBACK, self._to_port)
@@ -91,8 +118,16 @@ class Front:
                 finally:
                     far.close()
         finally:
-            self._passing.discard(task)
             writer.close()
+
+    def _refuse(self, peer: str, failure: OSError) -> None:
+        self.num_refused += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now_s
+            self._log.warning(
+                "connection refused", peer=peer, port=self.port, reason=str(failure), num_refused=self.num_refused
+            )
 
 
 def _keep_alive(connection: socket.socket) -> None:
