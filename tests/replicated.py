@@ -6,7 +6,6 @@ import asyncio
 import json
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +20,7 @@ from nats.js.api import ClusterInfo
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from tests.ports import kept_port
 from tests.server_credentials import nats_options
 from tests.stopping import stop
 from tidegate.adapters.redis_store import redis_store
@@ -78,7 +78,8 @@ class Replicated:
         self._disk = disk
         self._guard = guard
         self._login: dict[str, Any] = {} if guard is None else {"username": _OWNER, "password": secrets.token_hex()}
-        ports = _free_ports(4 * NUM_SERVERS)
+        self._kept = ExitStack()
+        ports = [self._kept.enter_context(kept_port()) for _ in range(4 * NUM_SERVERS)]
         self.nats, self._routes, self.valkey, self._sentinels = (
             ports[at : at + NUM_SERVERS] for at in range(0, len(ports), NUM_SERVERS)
         )
@@ -130,6 +131,7 @@ class Replicated:
             process.kill()
         for process in self._processes.values():
             process.wait()
+        self._kept.close()
 
     def start(self, name: str) -> None:
         machine = self._machines[int(name[-1])]
@@ -286,15 +288,6 @@ class Replicated:
                     continue
             return False
         return True
-
-
-def _free_ports(num: int) -> list[int]:
-    """All different: they are free together. A process that takes one of them meanwhile fails the test."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:

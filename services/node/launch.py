@@ -17,7 +17,7 @@ from tidegate.cluster.submissions import Treatment
 from tidegate.config.job_config import ConfigError, JobConfig
 from tidegate.launcher.claim import Start, write_private
 from tidegate.launcher.outcome import End
-from tidegate.launcher.preflight import MachineAway
+from tidegate.launcher.preflight import Away
 from tidegate.launcher.run import EarlierLauncher, NotRecorded, RunRequest, run_job
 from tidegate.launcher.services import FORKED
 from tidegate.logs import configure_logging
@@ -76,7 +76,7 @@ def _run(
     request = RunRequest(config, start, f"{command} --resume", f"{command} --force", is_of_cluster=True)
     try:
         outcome = asyncio.run(run_job(request, _Unseen(), spawner, claimed=claimed))
-    except (MachineAway, EarlierLauncher) as error:
+    except (Away, EarlierLauncher) as error:
         return End.INTERRUPTED, str(error), False
     except (ConfigError, NotRecorded) as error:
         return End.FAILED, str(error), True

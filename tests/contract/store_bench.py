@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.contract.store_worlds import MemoryWorld, RedisWorld, World
+from tests.ports import kept_port
 from tidegate.adapters.cell_store import CellStore
 from tidegate.ownership.records import Move, MoveState, Outcome, Owner, Part, PartKind, Transition
 from tidegate.ports.store import LeadRecord, Store
@@ -36,9 +37,12 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Emb
 
 @pytest.fixture(params=["memory", "redis"])
 async def world(request: pytest.FixtureRequest, servers: EmbeddedServers) -> AsyncIterator[World]:
+    port = servers.store.port
+
     async def restart() -> None:
         await servers.store.stop()
-        await servers.start()
+        with kept_port(port):
+            await servers.start()
 
     world: World
     if request.param == "memory":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.bus_bench import (
+    COMES_AGAIN,
     LIMITS,
     PATIENT_S,
     SOON_S,
     Bench,
+    Open,
     a_group,
     bench,
     nats_url,
@@ -134,7 +136,11 @@ async def test_a_dropped_dead_letter_is_gone_and_the_others_stay(bench: Bench) -
         await bench.bus.dead_letters.drop(bench.job, first.id)
 
 
-async def test_a_message_that_comes_again_after_its_dead_letter_was_dropped_is_settled_unreported(bench: Bench) -> None:
+async def test_a_message_that_comes_again_after_its_dead_letter_was_dropped_is_settled_unreported(
+    open_bench: Open,
+) -> None:
+    bench = await open_bench(COMES_AGAIN)
+
     async def dies(letter: DeadLetter) -> None:
         raise RuntimeError(f"the consumer died with {letter.id}")
 

@@ -8,10 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from tests.contract.bus_bench import (
+    COMES_AGAIN,
     LIMITS,
     PATIENT_S,
     SOON_S,
     Bench,
+    Open,
     bench,
     nats_url,
     number_of,
@@ -104,7 +106,8 @@ async def test_an_event_handed_back_comes_again_before_later_ones(bench: Bench) 
     assert seen == [1, 1, 1, 2]
 
 
-async def test_an_event_its_holder_never_settles_comes_to_the_next_holder_of_the_name(bench: Bench) -> None:
+async def test_an_event_its_holder_never_settles_comes_to_the_next_holder_of_the_name(open_bench: Open) -> None:
+    bench = await open_bench(COMES_AGAIN)
     await bench.bus.events.publish(numbered(source(), bench.job, 1))
     dies = await bench.bus.events.consumer(bench.job, "scheduler", on_dead_letter=bench.on_dead_letter)
     assert await dies.next(timeout_s=PATIENT_S) is not None

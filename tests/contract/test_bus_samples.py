@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from tests.contract.bus_bench import (
+    COMES_AGAIN,
     LIMITS,
     PATIENT_S,
     SOON_S,
     Bench,
+    Open,
     a_group,
     bench,
     nats_url,
@@ -136,7 +139,8 @@ async def test_a_group_that_is_dropped_for_its_equal_rewards_needs_no_log_probab
     assert delivery.group == group
 
 
-async def test_an_unsettled_group_is_delivered_again_and_counts_its_deliveries(bench: Bench) -> None:
+async def test_an_unsettled_group_is_delivered_again_and_counts_its_deliveries(open_bench: Open) -> None:
+    bench = await open_bench(COMES_AGAIN)
     await publish_groups(bench, 1)
     consumer = await bench.bus.samples.consumer(
         bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
@@ -148,7 +152,8 @@ async def test_an_unsettled_group_is_delivered_again_and_counts_its_deliveries(b
     assert await consumer.num_waiting() == 0
 
 
-async def test_a_group_in_progress_does_not_come_again(bench: Bench) -> None:
+async def test_a_group_in_progress_does_not_come_again(open_bench: Open) -> None:
+    bench = await open_bench(replace(LIMITS, sample_ack_wait_s=5.0))
     await publish_groups(bench, 1)
     consumer = await bench.bus.samples.consumer(
         bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
@@ -156,7 +161,7 @@ async def test_a_group_in_progress_does_not_come_again(bench: Bench) -> None:
     (held,) = await consumer.fetch(1, timeout_s=PATIENT_S)
     for _ in range(3):
         await held.in_progress()
-        assert await consumer.fetch(1, timeout_s=0.5 * LIMITS.sample_ack_wait_s) == []
+        assert await consumer.fetch(1, timeout_s=1.8) == []
     (again,) = await consumer.fetch(1, timeout_s=PATIENT_S)
     assert again.num_deliveries == 2
 
@@ -167,7 +172,7 @@ async def test_a_group_handed_back_with_a_delay_comes_after_it_and_others_before
         bench.job, Stage.GENERATED, "inference", on_dead_letter=bench.on_dead_letter
     )
     (first,) = await consumer.fetch(1, timeout_s=PATIENT_S)
-    await first.nak(delay_s=0.6)
+    await first.nak(delay_s=3.0)
     assert await consumer.fetch(1, timeout_s=0.0) == []
     await publish_groups(bench, 2)
     order = [delivery.group.prompt for _ in range(2) for delivery in await consumer.fetch(1, timeout_s=PATIENT_S)]

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.bus_bench import LIMITS, PATIENT_S, SOON_S, Bench, a_group, numbered, publish_groups, source
+from tests.contract.bus_bench import (
+    COMES_AGAIN,
+    LIMITS,
+    PATIENT_S,
+    SOON_S,
+    Bench,
+    a_group,
+    numbered,
+    publish_groups,
+    source,
+)
 from tests.stopping import stop
 from tidegate.adapters import subjects
 from tidegate.adapters.nats_bus import NatsBus
@@ -34,7 +44,7 @@ async def no_raw_messages(subject: str, payload: bytes) -> None:
 
 async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_restarted(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path) as servers:
-        bus = await NatsBus.connect(servers.nats.url, name="test", limits=replace(LIMITS, deadline_s=30.0))
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=COMES_AGAIN)
         job = JobId("restarted")
         bench = Bench(bus, job, no_raw_messages, [])
         await bus.streams.open_job(job)
@@ -64,10 +74,11 @@ async def test_consumers_and_publishers_go_on_after_the_server_was_killed_and_re
 
 async def test_a_publish_gives_up_at_its_deadline(tmp_path: Path) -> None:
     async with EmbeddedServers(tmp_path) as servers:
-        bus = await NatsBus.connect(servers.nats.url, name="test", limits=replace(LIMITS, deadline_s=0.5))
+        bus = await NatsBus.connect(servers.nats.url, name="test", limits=LIMITS)
         job = JobId("given-up")
         await bus.streams.open_job(job)
         await servers.nats.stop()
+        bus._link._deadline_s = 0.5
         with pytest.raises(BusUnavailable, match=rf"did not answer tg\.events\.{job} within 0\.5 s"):
             await bus.events.publish(numbered(source(), job, 1))
         await bus.close()

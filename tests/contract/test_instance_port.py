@@ -43,7 +43,7 @@ def fork_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 async def channels() -> AsyncIterator[Channels]:
-    channels = Channels(default_timeout_s=10)
+    channels = Channels(default_timeout_s=60)
     yield channels
     await channels.close()
 
@@ -63,12 +63,12 @@ async def port(request: pytest.FixtureRequest, node: Node, channels: Channels) -
         yield node.instance
         return
     server = await serve(services_of(node), "127.0.0.1:0")
-    yield RemoteInstance(channels.connect(server.endpoint), timeout_s=10)
+    yield RemoteInstance(channels.connect(server.endpoint), timeout_s=60)
     await server.stop(grace_s=0)
 
 
 async def replies(port: InstancePort, held: Grant, call: wire.WorkerCall) -> list[wire.WorkerReply]:
-    return [reply async for reply in port.call(held, call, timeout_s=5)]
+    return [reply async for reply in port.call(held, call, timeout_s=60)]
 
 
 def about(what: str) -> wire.WorkerCall:
@@ -238,7 +238,7 @@ async def test_a_start_that_is_refused_leaves_none_of_its_workers(port: Port, no
 async def test_replies_stream_and_calls_to_one_worker_do_not_mix(port: Port) -> None:
     await port.start_workers(JOB, "t1", [grant()])
     warm_up = wire.WorkerCall(call_id=41, warm_up=wire.WarmUp(num_steps=3))
-    async with aclosing(port.call(grant(), warm_up, timeout_s=5)) as streamed:
+    async with aclosing(port.call(grant(), warm_up, timeout_s=60)) as streamed:
         first = await anext(streamed)
         (other,) = await replies(port, grant(), wire.WorkerCall(call_id=41, start_engine=wire.StartEngine()))
         rest = [reply async for reply in streamed]
@@ -271,7 +271,7 @@ async def test_a_call_that_breaks_the_worker_says_why_and_the_workers_death_is_r
 async def test_a_killed_worker_fails_its_calls_and_frees_its_gpu(port: Port, node: Node) -> None:
     await port.start_workers(JOB, "t1", [grant()])
     (reply,) = await replies(port, grant(), about("pid"))
-    async with aclosing(port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=10)) as streamed:
+    async with aclosing(port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=60)) as streamed:
         os.kill(int(reply.started.detail), signal.SIGKILL)
         with pytest.raises(WorkerGone, match="n0/0"):
             await anext(streamed)
@@ -294,6 +294,7 @@ async def test_a_call_past_its_deadline_is_given_up_by_name(port: Port) -> None:
 
 
 async def test_a_worker_that_does_not_leave_is_killed_by_the_stop(port: Port, node: Node) -> None:
+    node.workers._home = replace(node.workers._home, stop_timeout_s=0.5)
     await port.start_workers(JOB, "t1", [grant()])
     with pytest.raises(TimeoutError):
         [reply async for reply in port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=0.05)]

@@ -16,7 +16,7 @@ import yaml
 from cli.cluster_access import agent_pid
 from cli.cluster_queue import submissions
 from cli.command import execute
-from tests.e2e.jobs import small_job
+from tests.e2e.jobs import calm_job
 from tidegate.adapters.redis_store import redis_store
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
@@ -133,7 +133,7 @@ class Cluster:
 
 def tiny_job(job: str, **changes: Any) -> dict[str, Any]:
     """On three GPUs of one node."""
-    raw = small_job(job, **{"algorithm__iterations": 1, **changes})
+    raw = calm_job(job, **{"algorithm__iterations": 1, **changes})
     raw["cluster"] = {
         "nodes": {"a": 3},
         "component_placement": {"actor": "0", "rollout": "1", "inference": "2"},

@@ -27,7 +27,8 @@ def want_checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr("cli.cluster_access.CALL_TIMEOUT_S", 60.0)  # the machine may be busy for seconds
     found = Cluster(tmp_path, capsys)
     yield found
     if agent_pid(found.folder) is not None:

@@ -85,14 +85,19 @@ def small_job(name: str, **changes: Any) -> dict[str, Any]:
     return raw
 
 
+def calm_job(name: str, **changes: Any) -> dict[str, Any]:
+    """`small_job` with leases as long as by default. None ends where a process of a busy machine stands still for a few
+    seconds."""
+    times = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
+    return small_job(name, **{"runtime": times, **changes})
+
+
 def replicated_job(servers: Replicated, credentials: Path | None = None, **changes: Any) -> dict[str, Any]:
-    """`small_job("plain")` on replicated servers, with `credentials` for both. A failover takes seconds, so leases last
-    as long as by default."""
+    """`calm_job("plain")` on replicated servers, with `credentials` for both. A failover takes seconds."""
     urls = {"nats_url": servers.nats_url, "redis_url": servers.redis_url}
     if credentials is not None:
         urls |= {"nats_credentials": str(credentials), "redis_credentials": str(credentials)}
-    times = {"lease_ttl_s": 20.0, "lead_ttl_s": 10.0, "ack_wait_s": 5.0}
-    return small_job("plain", servers=urls, runtime=times, **changes)
+    return calm_job("plain", servers=urls, **changes)
 
 
 @dataclass(slots=True)

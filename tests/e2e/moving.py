@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from cli.moves import Move, moves_of
-from tests.e2e.jobs import RunningJob, small_job
+from tests.e2e.jobs import RunningJob, calm_job
 from tests.e2e.lineage import expected_draws
 from tidegate.types import GpuId, Role, node_of
 
@@ -64,7 +64,7 @@ def moving_job(policy: str, **changes: Any) -> dict[str, Any]:
         "algorithm__group_size": GROUP_SIZE,
         "algorithm__n_minibatches": 4,
     }
-    return small_job("moving", **(TWO_BY_TWO | sizes | POLICIES[policy] | changes))
+    return calm_job("moving", **(TWO_BY_TWO | sizes | POLICIES[policy] | changes))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cli.cluster_queue import gpus, submissions
 from cli.command import execute
 from tests.e2e.clusters import LOOK_AGAIN_S, Cluster, own_address
 from tests.e2e.jobs import REPOSITORY
+from tests.ports import kept_port
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster.folder import ClusterDescription
@@ -36,6 +37,7 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     assert "a cluster is up in" in cluster.run("up", "n0=6", is_refused=True)
     refused = cluster.submit("wide", "cluster.nodes={a: 9}", *wide(9), is_refused=True)
     assert "needs 9 GPUs (9 on a), those of a node together; n0 has 6" in refused
+    cluster.run("pause")  # so that one does not end before two is there
     for job in ("one", "two", "late"):
         assert f"job {job} is queued" in cluster.submit(job)
     assert "job late is " in cluster.submit("late", is_refused=True)
@@ -45,6 +47,7 @@ def test_jobs_wait_run_side_by_side_with_the_same_bits_and_leave_nothing(cluster
     cluster.until("never", state="cancelled")
     rows = {row["job"]: row["state"] for row in json.loads(cluster.run("get", "jobs", "-o", "json"))}
     assert rows["never"] == "cancelled"
+    cluster.run("pause", "--undo")
     assert len(json.loads(cluster.run("get", "gpus", "-o", "json"))) == 6
     (node,) = json.loads(cluster.run("get", "nodes", "-o", "json"))
     assert (node["node"], node["slots"]) == ("n0", 6)
@@ -146,18 +149,16 @@ def test_a_machine_without_the_jobs_folder_submits_follows_and_looks(
     authority = Authority.create(tmp_path / "ca", "lab")
     for party, name in ((Party.NODE, "a"), (Party.OPERATOR, "me"), (Party.VIEWER, "looks")):
         authority.issue(Identity("lab", party, name), tmp_path / name)
-    with socket.socket() as probe:
-        probe.bind((address := own_address(), 0))
-        port = probe.getsockname()[1]
+    with kept_port(host=(address := own_address())) as port:
         own = ("--address", address, "--command-port", str(port))
         refused = cluster.run("up", "n0=4", *own, is_refused=True)
         assert "--command-port needs --node-credentials too" in refused
         refused = cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "me"), is_refused=True)
         assert "is of operator/me of cluster lab, and a machine's is needed" in refused
-        probe.listen()
-        refused = cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"), is_refused=True)
+        with socket.create_server((address, port)):
+            refused = cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"), is_refused=True)
         assert f"{address}:{port} cannot be used" in refused
-    cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"))
+        cluster.run("up", "n0=4", *own, "--node-credentials", str(tmp_path / "a"))
 
     laptop = tmp_path / "laptop"
     shutil.copytree(REPOSITORY / "examples" / "own_data", laptop)
@@ -306,7 +307,7 @@ def test_a_queue_that_cannot_be_read_or_written_is_told_at_once(
     cluster.folder.queue.write_text("")
     began_s = time.monotonic()
     refused = cluster.run("up", "n0=3", is_refused=True)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30, "it waited for nothing"
     assert f"the cluster could not write its files: [Errno 20] Not a directory: '{cluster.folder.queue}'" in refused
 
 
@@ -336,7 +337,7 @@ def test_a_restarted_redis_that_two_jobs_share_is_opened_by_the_cluster_alone(cl
     cluster.run("up", "n0=3", "n1=3")
     jobs = ("one", "two")
     for job in jobs:
-        cluster.submit(job, algorithm__iterations=20)
+        cluster.submit(job, algorithm__iterations=20, runtime__lease_ttl_s=3.0, runtime__lead_ttl_s=1.5)
     for job in jobs:
         cluster.until_trained(job)
     cluster.submit("late")
@@ -464,7 +465,7 @@ def test_a_job_of_another_folder_is_not_restored(cluster: Cluster, tmp_path: Pat
 
 def test_an_agent_outlives_a_server_that_does_not_answer_while_a_job_ends(cluster: Cluster) -> None:
     cluster.run("up", "n0=3")
-    cluster.submit("one", algorithm__iterations=6)
+    cluster.submit("one", algorithm__iterations=20)
     cluster.until_trained("one")
     agent, hangs = cluster.agent(), cluster.process("nats-server")
     hangs.suspend()

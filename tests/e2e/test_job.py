@@ -22,7 +22,7 @@ from services.scheduler.state.cluster_state import ClusterState
 from services.scheduler.state.events import Event
 from services.scheduler.state.observed import Generation, Inferring, Training
 from simulator.calibration import fitted_values
-from tests.e2e.jobs import Condition, RunningJob, generating, running, small_job, updated
+from tests.e2e.jobs import Condition, RunningJob, calm_job, generating, running, small_job, updated
 from tests.e2e.lineage import expected_draws, trained_draws, without_incarnation
 from tidegate.adapters.redis_keys import table_key
 from tidegate.config.job_config import JobConfig
@@ -48,8 +48,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def test_a_job_trains_each_sample_once_listens_on_loopback_and_answers_nobody_without_its_credential(
     tmp_path: Path,
 ) -> None:
-    async with running(small_job("plain"), tmp_path) as job:
-        await job.until(updated(1))
+    async with running(calm_job("plain"), tmp_path) as job:
+        await job.until_trained(3)
         rank = job.worker("n0/0", "actor")
         rank.suspend()  # so that the job goes on as long as it is looked at
         sockets = _listening(job)
@@ -72,8 +72,9 @@ async def test_a_job_trains_each_sample_once_listens_on_loopback_and_answers_nob
 async def assert_answers_nobody_without_its_credential(job: RunningJob) -> None:
     """Asks as another local user would, who knows every address."""
     rows = read_events(job.folder.events)
-    joined = [row.event.instance_joined.endpoint for row in rows if row.event.HasField("instance_joined")]
-    endpoints = [read_endpoint(job.folder)[0], *joined]
+    joined = [row.event for row in rows if row.event.HasField("instance_joined")]
+    latest = {each.source: each.instance_joined.endpoint for each in joined}
+    endpoints = [read_endpoint(job.folder)[0], *latest.values()]
     assert len(endpoints) == 7
     for endpoint in endpoints:
         async with grpc.aio.insecure_channel(endpoint) as channel:

@@ -53,6 +53,14 @@ def fork_servers(agent: psutil.Process) -> list[str]:
     return [words for words in found if "tidegate.runtime.forkserver" in words]
 
 
+def pids_of_servers(agent: psutil.Process) -> set[int]:
+    found = set()
+    for each in agent.children():
+        with suppress(psutil.Error):  # it has just ended
+            found |= {each.pid} if each.name() in ("nats-server", "valkey-server") else set()
+    return found
+
+
 def test_no_job_notices_that_its_agent_takes_its_program_anew_and_nobody_gets_in_between(cluster: Cluster) -> None:
     assert "no cluster is up in" in cluster.run("reload", is_refused=True)
     cluster.run("up", "n0=9")
@@ -60,11 +68,11 @@ def test_no_job_notices_that_its_agent_takes_its_program_anew_and_nobody_gets_in
     cluster.submit("one", algorithm__iterations=6)
     cluster.submit("cancelled", algorithm__iterations=1000)
     cluster.until_trained("one")
-    servers = {each.pid for each in agent.children() if each.name() in ("nats-server", "valkey-server")}
+    servers = pids_of_servers(agent)
     with asked_all_the_time(cluster.folder) as seen:
         assert "goes on under release" in cluster.run("reload")
     assert seen == {agent.pid}
-    assert servers == {each.pid for each in agent.children() if each.name() in ("nats-server", "valkey-server")}
+    assert servers == pids_of_servers(agent)
     cluster.submit("two", algorithm__iterations=6)
     cluster.run("cancel", "cancelled")
     waited = {row["job"]: row for row in json.loads(cluster.run("wait", "one", "two", "-o", "json"))}

@@ -137,12 +137,12 @@ async def test_who_shows_no_certificate_yet_counts_as_a_connection(
 async def test_a_side_that_closes_closes_the_other(echo: Echo) -> None:
     front = await Front.open(LOOPBACK, to_port=echo.port, credential=None)
     await said(front.port, b"one", None)
-    await asyncio.wait_for(echo.ended.wait(), 5)
+    await asyncio.wait_for(echo.ended.wait(), 60)
     reader, writer = await asyncio.open_connection(LOOPBACK, front.port)
     writer.write(b"two")
     await reader.readexactly(3)
     echo.writers[-1].close()
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
     await front.aclose()
 

@@ -211,7 +211,7 @@ async def test_all_that_a_consumer_with_copies_sends_for_a_request_is_taken(serv
             await bus.samples.publish(Stage.GENERATED, a_group(job=JOB, prompt=prompt))
         found: set[int] = set()
         while len(found) < len(prompts):
-            deliveries = await consumer.fetch(8, timeout_s=5.0)
+            deliveries = await consumer.fetch(8, timeout_s=30.0)
             assert deliveries, f"{len(found)} of {len(prompts)} groups came"
             assert {each.num_deliveries for each in deliveries} == {1}
             found |= {each.group.prompt for each in deliveries}

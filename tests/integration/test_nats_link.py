@@ -46,7 +46,7 @@ async def test_a_read_waits_for_a_stream_that_does_not_respond_yet(link: NatsLin
 
     end = await link.subscribe("$JS.API.STREAM.INFO.LINK", on_lookup)
     reading = asyncio.create_task(link.read("LINK", from_sequence=1))
-    await asyncio.wait_for(refused.wait(), 10)
+    await asyncio.wait_for(refused.wait(), 60)
     await end()
     await link.ensure_stream({**STREAM, "allow_direct": True})
     assert [message.data for message in await reading] == [b"stored"]
@@ -121,7 +121,7 @@ async def test_only_a_lost_connection_is_in_the_log(tmp_path: Path) -> None:
             lost = await NatsLink.connect(servers.nats.url, name="test", deadline_s=10.0)
             os.kill(servers.nats.pid, signal.SIGKILL)
             await servers.nats.exited()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while "nats_disconnected" not in [line["event"] for line in lines]:  # noqa: ASYNC110 - a log only
                     await asyncio.sleep(0.01)
             await lost.close()
@@ -143,7 +143,7 @@ async def test_a_pull_without_a_time_to_wait_is_answered_at_once(link: NatsLink)
     await link.publish("link.one", b"stored", stream="LINK", message_id="one")
     assert [message.data for message in await link.pull("LINK", "one", num=1, timeout_s=0.0)] == [b"stored"]
     for _ in range(2):
-        request = await asyncio.wait_for(asked.get(), 10)
+        request = await asyncio.wait_for(asked.get(), 60)
         assert (request.get("no_wait"), request.get("expires")) == (True, None)
     await end()
     assert asked.empty()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.component_bench import job_config
+from tests.ports import kept_port
 from tests.scheduler_process import scheduler_process
 from tidegate.config.job_config import JobConfig
 from tidegate.job import JobFolder
@@ -31,7 +33,10 @@ async def test_a_scheduler_that_starts_before_its_store_waits_for_it_and_serves(
     async with EmbeddedServers(tmp_path / "servers") as servers:
         config = config_with(servers, tmp_path)
         await servers.store.stop()
-        async with scheduler_process(config) as process, asyncio.timeout(PATIENCE_S):
+        async with AsyncExitStack() as running:
+            running.enter_context(kept_port(servers.store.port))
+            process = await running.enter_async_context(scheduler_process(config))
+            await running.enter_async_context(asyncio.timeout(PATIENCE_S))
             while "store not open yet: asking again" not in logged(config):
                 assert process.returncode is None
                 await asyncio.sleep(LOOK_EVERY_S)

@@ -63,7 +63,7 @@ class Lab:
         """AssertionError where it lets the caller in."""
         try:
             client = await nats.connect(
-                self.servers.nats.url, allow_reconnect=False, connect_timeout=2, error_cb=_ignored, **options
+                self.servers.nats.url, allow_reconnect=False, connect_timeout=10, error_cb=_ignored, **options
             )
         except (nats.errors.Error, OSError, TimeoutError) as refused:
             return f"{type(refused).__name__}: {refused}"

@@ -102,7 +102,7 @@ def test_the_highest_token_survives_a_kill_at_any_moment(tmp_path: Path) -> None
     # A crash in mid-write leaves this behind, and the next process to pass overwrites it.
     (tmp_path / "n0%2F3.partial").write_text('{"term": 1, "cou')
     gate = Gate(tmp_path)
-    assert gate.wait_until_free(GPU, timeout_s=5)
+    assert gate.wait_until_free(GPU, timeout_s=60)
     refused(gate, grant(3), StaleToken)
     gate.acquire(grant(4)).close()
     assert gate.highest_token(GPU) == Token(1, 4)

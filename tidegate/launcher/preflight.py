@@ -51,8 +51,8 @@ ANSWER_TIMEOUT_S = 3.0
 _LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 
-class MachineAway(CannotStart):
-    """The agent of another machine does not answer. It may do so later."""
+class Away(CannotStart):
+    """A server or the agent of another machine does not answer. It may do so later."""
 
 
 def check_addresses(cluster: ClusterSection) -> None:
@@ -70,8 +70,8 @@ def check_addresses(cluster: ClusterSection) -> None:
 
 
 async def check_machines(cluster: ClusterSection, job: Job | None = None) -> None:
-    """CannotStart where the machine of an agent is not as this one, or has no room for the job. MachineAway where an
-    agent does not answer."""
+    """CannotStart where the machine of an agent is not as this one, or has no room for the job. Away where an agent
+    does not answer."""
     if not cluster.machines:
         return
     try:
@@ -105,7 +105,7 @@ async def check_machines(cluster: ClusterSection, job: Job | None = None) -> Non
     if faults:
         raise CannotStart("\n".join((*faults, *silent)))
     if silent:
-        raise MachineAway("\n".join(silent))
+        raise Away("\n".join(silent))
 
 
 async def _asked_fault(stub: Any, machine: MachineSection, cluster: ClusterSection, job: Job | None) -> tuple[str, str]:
@@ -174,7 +174,7 @@ def same_machine_fault(name: str, other: str) -> str:
 
 
 async def check_servers(config: JobConfig, start: Start) -> None:
-    """CannotStart when a server of the config does not answer, has an older run, or cannot be embedded."""
+    """CannotStart when a server of the config has an older run or cannot be embedded. Away when it does not answer."""
     job = JobId(config.job)
     for key in ("nats_credentials", "redis_credentials"):
         if folder := getattr(config.servers, key):
@@ -257,7 +257,7 @@ async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None
         limits = BusLimits(deadline_s=ANSWER_TIMEOUT_S)
         bus = await NatsBus.connect(url, name="tidegate-preflight", limits=limits, credential=credential)
     except BusUnavailable as error:
-        raise CannotStart(f"servers.nats_url={masked(url)}: {error}; or leave it empty for an embedded one") from error
+        raise Away(f"servers.nats_url={masked(url)}: {error}; or leave it empty for an embedded one") from error
     try:
         if start is Start.RESUME:
             return
@@ -267,7 +267,7 @@ async def _check_nats(servers: ServersSection, job: JobId, start: Start) -> None
         # Nobody has run a job of this name there.
         return
     except BusUnavailable as error:
-        raise CannotStart(f"servers.nats_url={masked(url)}: {error}; JetStream has to be on (-js)") from error
+        raise Away(f"servers.nats_url={masked(url)}: {error}; JetStream has to be on (-js)") from error
     finally:
         await bus.close()
 
@@ -286,7 +286,7 @@ async def _check_redis(servers: ServersSection, job: JobId, start: Start) -> Non
         if await store.load(job) is not None:
             raise CannotStart(_taken(job, f"Redis at {masked(url)}"))
     except StoreUnavailable as error:
-        raise CannotStart(
+        raise Away(
             f"servers.redis_url={masked(url)} does not answer within {ANSWER_TIMEOUT_S:g} s ({error.__cause__}): check "
             "the URL and that the server runs, or leave it empty for an embedded one"
         ) from error

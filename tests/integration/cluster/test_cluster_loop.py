@@ -108,7 +108,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     descriptor = cluster_pb2.DESCRIPTOR.services_by_name["Node"]
     served = Service(descriptor, lambda server: cluster_pb2_grpc.add_NodeServicer_to_server(machine, server))
     agent = await serve([served], "127.0.0.1:0")
-    channels = Channels(default_timeout_s=5.0)
+    channels = Channels(default_timeout_s=60.0)
     yield Lab(MemoryServer(), machine, agent, channels, tmp_path / "queue")
     await channels.close()
     await agent.stop(grace_s=0.0)
@@ -316,9 +316,9 @@ async def test_an_agent_that_does_not_answer_and_a_store_that_restarted_are_aske
     lab.server.restart()
     stopping = asyncio.Event()
     task = asyncio.create_task(loop.run(stopping))
-    await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
+    await asyncio.wait_for(lab.machine.was_asked.wait(), 60)
     stopping.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert (await store.attach()).term == before + 1
 
 
@@ -512,12 +512,12 @@ async def test_a_store_that_fails_while_it_is_opened_is_opened_again(lab: Lab, m
     lab.server.lose_data()
     stopping = asyncio.Event()
     running = asyncio.create_task(loop.run(stopping))
-    await asyncio.wait_for(lab.machine.was_asked.wait(), 10)
+    await asyncio.wait_for(lab.machine.was_asked.wait(), 60)
     assert {*(await loop.submissions())} == {ONE}
     assert (await loop.stored()).drained == {NodeId("n1"): Drain.STAY}
     assert not answers
     stopping.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)
     assert KeptQueue(lab.queue).read().drained == {NodeId("n1"): Drain.STAY}
 
 

@@ -20,6 +20,7 @@ from services.node import machine
 from services.node.job_memories import MARK
 from services.node.machine import MachineServicer
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, programs_of, requests, until
+from tests.ports import kept_port
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials
 from tidegate.certs.authority import CREDENTIAL, Authority
@@ -114,7 +115,7 @@ async def test_a_process_waits_for_the_one_before_it(lab: Lab, monkeypatch: pyte
 async def test_a_call_that_is_cancelled_again_and_again_keeps_its_place_until_its_process_is_gone(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_STOP_S", 1.0)
+    monkeypatch.setattr(machine, "_STOP_S", 60.0)
     lab.code = IGNORES_TERM
     config = lab.config()
     start = lab.hosted(config).start(Path(config.runtime.host_memory_root))
@@ -136,6 +137,7 @@ async def test_a_call_that_is_cancelled_again_and_again_keeps_its_place_until_it
     assert len(programs(lab)) == 1
     async with aclosing(bodies()) as second:
         assert await anext(second) == "beat"
+    programs(lab)[0].kill()
     await servicer.aclose()
     assert not programs(lab)
 
@@ -185,13 +187,16 @@ def _become_link(path: Path, to: Path) -> None:
 
 
 async def test_a_stand_in_waits_for_an_agent_that_is_not_there_yet(lab: Lab) -> None:
-    endpoint = lab.server.endpoint
     await lab.server.stop(grace_s=0)
-    config = lab.config()
-    stand_in = await lab.stand_in(config)
-    assert stand_in.stderr is not None
-    assert b"the agent of b at" in await stand_in.stderr.readline()
-    lab.server = await lab.serve(endpoint)
+    with kept_port() as port:
+        endpoint = f"{LOOPBACK}:{port}"
+        lab.server = await lab.serve(endpoint)
+        await lab.server.stop(grace_s=0)
+        config = lab.config()
+        stand_in = await lab.stand_in(config)
+        assert stand_in.stderr is not None
+        assert b"the agent of b at" in await stand_in.stderr.readline()
+        lab.server = await lab.serve(endpoint)
     await until(lambda: len(programs(lab)) == 1)
     assert stand_in.returncode is None
 
@@ -219,7 +224,7 @@ async def test_a_process_ends_with_its_call(lab: Lab) -> None:
 
 
 async def test_a_silent_caller_is_gone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LOST_S", 0.5)
+    monkeypatch.setattr(machine, "LOST_S", 5.0)
     monkeypatch.setattr(machine, "BEAT_S", 0.1)
     start = lab.hosted(lab.config()).start(Path(lab.config().runtime.host_memory_root))
     bodies = [response.WhichOneof("body") async for response in calls(lab, start, stays=True)]
@@ -290,7 +295,7 @@ async def test_what_cannot_run_here_is_refused_and_nothing_is_written_outside_ho
 async def test_a_question_for_gates_makes_nothing_and_refuses_a_root_that_is_not_there(lab: Lab) -> None:
     root = lab.folder / "gates"
     before = sorted(lab.folder.rglob("*"))
-    channels = Channels(default_timeout_s=5.0, tls=Credentials(lab.folder / "operator"))
+    channels = Channels(default_timeout_s=60.0, tls=Credentials(lab.folder / "operator"))
     stub = machine_pb2_grpc.MachineStub(channels.connect(lab.server.endpoint, Identity("lab", Party.NODE, "b")))
     for asked, told in ((str(root), "make it, on a local disk"), ("gates", "there is no folder gates for gates")):
         with pytest.raises(PeerRefused, match=told):

@@ -23,13 +23,15 @@ from services.node import machine
 from services.node.job_memories import MARK, JobMemories
 from services.scheduler.cluster.loop import LOST_AFTER_S
 from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, programs_of, until
+from tests.ports import kept_port
+from tests.stopping import stop
 from tidegate.certs.authority import Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.cluster import keepers
 from tidegate.machines import own_modules, release
 from tidegate.runtime import handover
 from tidegate.runtime.processes import Child, ServiceSpec, started
-from tidegate.types import Role
+from tidegate.types import LOOPBACK, Role
 
 AGENT = """
 import argparse, json, os, sys
@@ -45,7 +47,7 @@ def program(spec):
     return started(replace(spec, command=(sys.executable, "-c", code)))
 
 machine.Supervisor = lambda _, **options: Supervisor(program, **options)
-machine.KEPT_S = float(kept_s)
+machine.KEPT_S, machine._TOLD_S = float(kept_s), 15.0
 
 def take(_, state, **options):
     # This script starts again, and no command of tidegate. `meanwhile`: what ends before, by pid the signal.
@@ -109,17 +111,18 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
     authority.issue(Identity("lab", Party.OPERATOR, "me"), tmp_path / "operator")
     (tmp_path / "memory").mkdir()
     lab = Lab(tmp_path)
-    lab.server = await lab.serve()
-    await lab.server.stop(grace_s=0)
-    found = Agent(lab)
-    yield found
-    for stand_in in lab.stand_ins:
-        with suppress(ProcessLookupError):
-            stand_in.kill()
-        await stand_in.communicate()
-    if found.process is not None:
-        found.process.kill()
-        found.process.communicate()
+    with kept_port() as port:
+        lab.server = await lab.serve(f"{LOOPBACK}:{port}")
+        await lab.server.stop(grace_s=0)
+        found = Agent(lab)
+        yield found
+        for stand_in in lab.stand_ins:
+            with suppress(ProcessLookupError):
+                stand_in.kill()
+            await stand_in.communicate()
+        if found.process is not None:
+            found.process.kill()
+            found.process.communicate()
 
 
 async def test_a_stand_in_goes_on_with_its_process(agent: Agent) -> None:
@@ -221,9 +224,11 @@ async def test_what_a_killed_agent_left_goes_with_the_start_of_the_next_one(agen
     memory = Path(config.runtime.host_memory_root)
     await until(lambda: (memory / MARK).is_file())
     (memory / "version").write_bytes(b"weights")
+    assert agent.process is not None
+    # It would remove the folder in order once its callers are gone.
+    stop(agent.process.pid)
     for stand_in in agent.lab.stand_ins:
         stand_in.kill()
-    assert agent.process is not None
     agent.process.kill()
     agent.process.communicate()
     assert await asyncio.to_thread((memory / "version").exists)
@@ -266,7 +271,7 @@ async def test_a_stop_while_it_tells_its_callers_ends_them_in_order(agent: Agent
     stand_in = await agent.lab.stand_in(config)
     await until(lambda: "ready" in agent.lab.printed(config))
     (program,) = agent.programs()
-    stand_in.send_signal(signal.SIGSTOP)  # so that it takes a while
+    stop(stand_in.pid)  # so that it takes a while
     agent.send(handover.SIGNAL)
     start = agent.lab.hosted(config).start(Path(config.runtime.host_memory_root))
     start.kept_pid = 1

@@ -61,7 +61,7 @@ def test_survivors_of_a_kill_in_a_staged_all_reduce_meet_in_the_next_epoch(ranks
 
     assert [int(found[rank]["total"]) for rank in (0, 2)] == [2, 2]
     # The timeout is 20 s: a member that waits for it was not informed of the death.
-    assert all(found[rank]["seconds"].shape == (2,) and found[rank]["seconds"][-1] < 5.0 for rank in (0, 2))
+    assert all(found[rank]["seconds"].shape == (2,) and found[rank]["seconds"][-1] < 15.0 for rank in (0, 2))
 
 
 def test_staged_epochs_leave_no_descriptor_and_no_thread(ranks: RankServer) -> None:

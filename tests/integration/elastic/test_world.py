@@ -26,7 +26,7 @@ def test_survivors_of_a_kill_in_an_all_reduce_meet_in_the_next_epoch(
     survivors = [rank for rank in range(4) if rank != victim]
     assert [int(found[rank]["total"]) for rank in survivors] == [sum(survivors)] * 3
     # The timeout is 20 s: a member that waits for it was not informed of the death.
-    assert all(found[rank]["seconds"].shape == (2,) and found[rank]["seconds"][-1] < 5.0 for rank in survivors)
+    assert all(found[rank]["seconds"].shape == (2,) and found[rank]["seconds"][-1] < 15.0 for rank in survivors)
 
 
 def test_an_abort_fails_the_members_that_wait_for_it_though_its_groups_are_referenced(
@@ -34,7 +34,7 @@ def test_an_abort_fails_the_members_that_wait_for_it_though_its_groups_are_refer
 ) -> None:
     found = ranks.run(WORLDS + "one_aborts", 3)
 
-    assert all(float(of_rank["seconds"]) < 5.0 for of_rank in found)
+    assert all(float(of_rank["seconds"]) < 15.0 for of_rank in found)
     assert [int(of_rank["total"]) for of_rank in found] == [3, 3, 3]
 
 

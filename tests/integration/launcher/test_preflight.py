@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from services.node.launch import _run
 from tests.hugging_face import save
 from tests.unit.cli.configs import small_config
 from tidegate.adapters.nats_bus import NatsBus
@@ -26,7 +27,8 @@ from tidegate.huggingface.checkpoint import SINGLE_FILE, open_checkpoint
 from tidegate.job import load_job
 from tidegate.launcher.claim import CannotStart, Start
 from tidegate.launcher.host_memory import node_bytes
-from tidegate.launcher.preflight import check_addresses, check_engine, check_servers, check_weights, masked
+from tidegate.launcher.outcome import End
+from tidegate.launcher.preflight import Away, check_addresses, check_engine, check_servers, check_weights, masked
 from tidegate.launcher.run import RunRequest, check_job
 from tidegate.ports.bus import JobNotOpen
 from tidegate.ports.store import StoreContents
@@ -80,16 +82,27 @@ async def test_a_store_that_nobody_would_open_is_refused_outside_of_a_cluster(tm
 
 async def test_a_nats_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
     config = with_servers(tmp_path, nats_url=f"nats://me:hunter2@{NOBODY}")
-    with pytest.raises(CannotStart, match=r"nats_url=nats://\*\*\*@127.0.0.1:1: .* did not answer") as refused:
+    with pytest.raises(Away, match=r"nats_url=nats://\*\*\*@127.0.0.1:1: .* did not answer") as refused:
         await check_servers(config, Start.FRESH)
     assert "hunter2" not in str(refused.value)
 
 
 async def test_a_redis_url_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
     config = with_servers(tmp_path, redis_url=f"redis://me:hunter2@{NOBODY}/0")
-    with pytest.raises(CannotStart, match=r"redis_url=redis://\*\*\*@127.0.0.1:1/0 does not answer") as refused:
+    with pytest.raises(Away, match=r"redis_url=redis://\*\*\*@127.0.0.1:1/0 does not answer") as refused:
         await check_servers(config, Start.FRESH)
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", [{"nats_url": f"nats://{NOBODY}"}, {"redis_url": f"redis://{NOBODY}/0"}])
+def test_a_cluster_starts_a_job_again_whose_server_did_not_answer(
+    url: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.launcher.preflight.ANSWER_TIMEOUT_S", 0.2)
+    claims: list[int] = []
+    end, message, has_begun = _run(with_servers(tmp_path, **url), Start.FRESH, "", None, lambda: claims.append(1))
+    assert (end, has_begun, claims) == (End.INTERRUPTED, False, [])
+    assert "did not answer" in message or "does not answer" in message
 
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "redis://", "redis://host:port"])

@@ -70,7 +70,7 @@ class Node:
             entry=f"{ENTRIES}:echo",
             log_dir=folder / "logs",
             timeline=self.timeline,
-            stop_timeout_s=0.5,
+            stop_timeout_s=20,
             start_timeout_s=20,
         )
         self.workers = LocalWorkers(home, gate=self.gate, launcher=launcher, on_death=self._died)
@@ -82,7 +82,7 @@ class Node:
             workers=self.workers,
             gate=self.gate,
             snapshots=self.snapshots,
-            timeout_s=10,
+            timeout_s=60,
         )
 
     async def _died(self, died: Grant, exit_status: int, why: str) -> None:

@@ -54,11 +54,11 @@ class TwoNodes:
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
-    channels = Channels(default_timeout_s=10)
+    channels = Channels(default_timeout_s=60)
     source, launcher = GrpcShardSource(channels.connect), SubprocessLauncher()
     writer, reader = (Node(name, tmp_path, launcher, source=source) for name in ("n0", "n1"))
     servers = [await serve(services_of(node), "127.0.0.1:0") for node in (writer, reader)]
-    yield TwoNodes(writer, servers[0], RemoteInstance(channels.connect(servers[1].endpoint), timeout_s=10), channels)
+    yield TwoNodes(writer, servers[0], RemoteInstance(channels.connect(servers[1].endpoint), timeout_s=60), channels)
     for server in servers:
         await server.stop(grace_s=0)
     await channels.close()

@@ -35,7 +35,7 @@ subprocess.Popen(['sh', '-c', 'sleep infinity & wait'], start_new_session=True, 
 """
 """Ends, and leaves a child with a child of its own in another session. Both hold the fifo's other end."""
 ROOT = Path(__file__).resolve().parents[3]
-FAR_S, NEAR_S = 60.0, 2.0
+FAR_S, NEAR_S = 60.0, 5.0
 END_S = 30.0
 
 

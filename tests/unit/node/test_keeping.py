@@ -55,7 +55,7 @@ class Machine:
 
 
 async def number_of(task: asyncio.Task[Term | None]) -> int:
-    term = await asyncio.wait_for(task, 5)
+    term = await asyncio.wait_for(task, 60)
     assert term is not None
     return term.number
 
@@ -116,7 +116,7 @@ async def test_a_machine_of_other_nodes_does_not_wait_for_its_turn(tmp_path: Pat
     assert await is_still_waiting(task), "whether the keeper lives is not known"
     keepers.beat(term)
     with pytest.raises(OtherCluster, match="a keeps the cluster with other nodes or machines than b"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_machine_of_other_nodes_begins_after_one_that_ended(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_a_machine_that_is_asked_to_end_leaves_no_term(tmp_path: Path, mon
     machine = Machine(Keepers(tmp_path))
     task = await machine.waiting()
     machine.stopping.set()
-    assert await asyncio.wait_for(task, 5) is None
+    assert await asyncio.wait_for(task, 60) is None
 
     # Also while it claims one.
     late = Machine(keepers, name="a")
@@ -146,7 +146,7 @@ async def test_a_machine_that_is_asked_to_end_leaves_no_term(tmp_path: Path, mon
         return claim(number, **who)
 
     monkeypatch.setattr(keepers, "claim", slowly)
-    assert await asyncio.wait_for(late.turn(), 5) is None
+    assert await asyncio.wait_for(late.turn(), 60) is None
     found = keepers.newest()
     assert found is not None
     assert (found.number, found.has_ended) == (2, True)
@@ -172,7 +172,7 @@ keepers = Keepers(Path(sys.argv[1]))
 term = keepers.claim(1, name="a", address="10.0.0.7")
 if sys.argv[2] == "late":
     keepers.claim(2, name="b", address="10.0.0.8")
-beats = Beats(keepers, term, beat_s=0.05, lost_s=4)
+beats = Beats(keepers, term, beat_s=0.05, lost_s=float(sys.argv[3]))
 print("keeps", flush=True)
 if sys.argv[2] == "ends":
     time.sleep(1)
@@ -182,8 +182,9 @@ else:
 """
 
 
-def keeper(folder: Path, what: str = "stays") -> subprocess.Popen[bytes]:
-    found = subprocess.Popen([sys.executable, "-c", KEEPER, str(folder), what], stdout=subprocess.PIPE)
+def keeper(folder: Path, what: str = "stays", *, lost_s: float = 60.0) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-c", KEEPER, str(folder), what, str(lost_s)]
+    found = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert found.stdout is not None
     assert found.stdout.readline() == b"keeps\n"
     return found
@@ -197,7 +198,7 @@ def until_beaten(folder: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_keeper_that_cannot_write_its_beats_is_dead_soon(tmp_path: Path) -> None:
-    with keeper(tmp_path / "keepers") as running:
+    with keeper(tmp_path / "keepers", lost_s=4.0) as running:
         until_beaten(tmp_path / "keepers")
         (tmp_path / "keepers").rename(tmp_path / "away")
         assert running.wait() == -signal.SIGALRM
@@ -222,7 +223,7 @@ def test_a_keeper_that_ends_in_order_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_keeper_whose_claim_took_too_long_does_not_begin(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KEEPER, str(tmp_path), "late"]
+    command = [sys.executable, "-c", KEEPER, str(tmp_path), "late", "60"]
     late = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (late.returncode, late.stdout) == (1, "")
     assert "TermTaken: term 1 is over: b has term 2" in late.stderr

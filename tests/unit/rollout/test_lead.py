@@ -42,7 +42,8 @@ async def test_pictures_show_every_sequence_from_the_first_picture_to_the_last(t
                 engine.permits.release()
         await of.published("iteration_reported")
 
-        pictures = [generation_of(each.generation) for each in await of.published("generation", count=2)]
+        await of.published("generation", count=2)
+        pictures = [generation_of(each.generation) for each in of.events.all if each.HasField("generation")]
         kinds = await of.kinds()
 
     assert {each.num_groups for each in pictures} == {of.config.algorithm.prompts_per_iteration}

@@ -82,7 +82,7 @@ async def served(tmp_path: Path, *, beat_s: float = BEAT_S) -> AsyncIterator[Ser
         servicer = ComponentServicer(JOB, lambda: host, log)
         service = Service(COMPONENT, lambda to: commands_pb2_grpc.add_ComponentServicer_to_server(servicer, to))
         server = await serve([service], "127.0.0.1:0")
-        channels = Channels(default_timeout_s=10.0)
+        channels = Channels(default_timeout_s=60.0)
         try:
             yield Served(hosted, host, commands_pb2_grpc.ComponentStub(channels.connect(server.endpoint)), log)
         finally:
