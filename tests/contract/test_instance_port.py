@@ -287,7 +287,8 @@ async def test_a_call_under_another_token_is_refused(port: Port, counter: int) -
         await replies(port, grant(counter=counter), about(""))
 
 
-async def test_a_call_past_its_deadline_is_given_up_by_name(port: Port) -> None:
+async def test_a_call_past_its_deadline_is_given_up_by_name(port: Port, node: Node) -> None:
+    node.workers._home = replace(node.workers._home, stop_timeout_s=0.5)
     await port.start_workers(JOB, "t1", [grant()])
     with pytest.raises(TimeoutError, match="did not answer save"):
         [reply async for reply in port.call(grant(), wire.WorkerCall(save=wire.Save()), timeout_s=0.1)]

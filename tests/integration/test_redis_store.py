@@ -78,7 +78,7 @@ async def test_a_silent_server_is_given_up_in_bounded_time() -> None:
     with pytest.raises(StoreUnavailable, match="whether a write took effect is unknown"):
         await store.identity()
     # Each try waits for one connection and one answer, 0.6 s in all. A busy machine adds to it.
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < 20
     # The last one may be given up before the server sees it.
     await until(lambda: len(connections) == len(RETRY_DELAYS_S) + 1)
     await store.aclose()

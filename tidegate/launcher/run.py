@@ -55,7 +55,14 @@ from tidegate.launcher.history import History, read_history, with_history
 from tidegate.launcher.host_memory import check_host_memory
 from tidegate.launcher.lock import LOCK, lives_here, record_of_holder
 from tidegate.launcher.outcome import End, Outcome, at_rest
-from tidegate.launcher.preflight import check_addresses, check_engine, check_machines, check_servers, check_weights
+from tidegate.launcher.preflight import (
+    Away,
+    check_addresses,
+    check_engine,
+    check_machines,
+    check_servers,
+    check_weights,
+)
 from tidegate.launcher.services import FORKED, TRACKER, JobServices, service_env
 from tidegate.launcher.view import View
 from tidegate.logs import configure_logging
@@ -81,6 +88,7 @@ UNLOCKED_WITHIN_S = 300.0
 """NFS takes a client for gone after 90 s by default."""
 _DIES_WITHIN_S = 20.0
 """A launcher that is killed while it writes to a slow disk lives until it has written."""
+SERVERS_BACK_WITHIN_S = 60.0
 _LOOK_AGAIN_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -198,9 +206,21 @@ async def _checked(request: RunRequest) -> Job:
         # A cluster counts what its jobs need. What others have free now would end a job that has room by that count.
         check_host_memory(job)
     job = await with_checked_data(job)
-    await check_servers(request.config, request.start)
+    await _checked_servers(request)
     await check_machines(job.config.cluster, job)
     return job
+
+
+async def _checked_servers(request: RunRequest) -> None:
+    """A cluster starts its own again when they die, as may be just now."""
+    begins_s = time.monotonic()
+    while True:
+        try:
+            return await check_servers(request.config, request.start)
+        except Away:
+            if not request.is_of_cluster or time.monotonic() - begins_s > SERVERS_BACK_WITHIN_S:
+                raise
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 def place_of(config: JobConfig) -> str:

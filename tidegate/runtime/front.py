@@ -7,7 +7,7 @@ are: for a server that asks for a certificate itself.
 Invariants:
 - Nobody without a certificate of the authority reaches a server behind a front with a credential.
   [test_front: never_reaches_the_server_and_is_counted]
-- Whom TLS refuses is counted, and logged once a second at most. [test_front: fills_no_log]
+- Whom it refuses is counted, and logged once a second at most. [test_front: fills_no_log]
 - Where one side closes, so does the other. [test_front: closes_the_other]
 - It holds `MOST_CONNECTIONS` at most. [test_front: one_connection_too_many]
 - One that shows no certificate yet is among them. [test_front: no_certificate_yet_counts]
@@ -46,7 +46,7 @@ _KEEPALIVE = {
 
 
 class Front:
-    """`port`: on which it listens from `open` until `aclose`. `num_refused`: the connections that ended in TLS."""
+    """`port`: on which it listens from `open` until `aclose`. `num_refused`: the connections that it refused."""
 
     def __init__(self, listening: socket.socket, to_port: int, tls: ssl.SSLContext | None) -> None:
         self._listening, self._to_port, self._tls = listening, to_port, tls
@@ -86,16 +86,21 @@ class Front:
         while True:
             try:
                 connection, (peer, *_) = await loop.sock_accept(self._listening)
-            except OSError as failure:  # no descriptor or no memory is left, for now
+            except ConnectionAbortedError:  # by the other side
+                continue
+            except (OSError, MemoryError) as failure:  # no descriptor or no memory is left, for now
                 self._log.warning("no connection accepted", reason=str(failure))
                 await asyncio.sleep(_AFTER_FAILED_ACCEPT_S)
                 continue
             if len(self._passing) >= MOST_CONNECTIONS:
                 connection.close()
-                continue
-            task = asyncio.create_task(self._serve(connection, peer))
-            self._passing.add(task)
-            task.add_done_callback(self._passing.discard)
+                self._refuse(peer, f"{MOST_CONNECTIONS} connections are open")
+            else:
+                task = asyncio.create_task(self._serve(connection, peer))
+                self._passing.add(task)
+                task.add_done_callback(self._passing.discard)
+            # Where many wait, an accept would never give the others their turn.
+            await asyncio.sleep(0)
 
     async def _serve(self, connection: socket.socket, peer: str) -> None:
         loop = asyncio.get_running_loop()
@@ -105,7 +110,7 @@ class Front:
         try:
             transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, **within)
         except OSError as failure:  # ssl.SSLError is one
-            self._refuse(peer, failure)
+            self._refuse(peer, str(failure) or type(failure).__name__)
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
@@ -120,13 +125,13 @@ class Front:
         finally:
             writer.close()
 
-    def _refuse(self, peer: str, failure: OSError) -> None:
+    def _refuse(self, peer: str, reason: str) -> None:
         self.num_refused += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now_s
             self._log.warning(
-                "connection refused", peer=peer, port=self.port, reason=str(failure), num_refused=self.num_refused
+                "connection refused", peer=peer, port=self.port, reason=reason, num_refused=self.num_refused
             )
 
 

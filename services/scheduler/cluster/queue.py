@@ -180,8 +180,11 @@ def _followed(each: Submission, cluster: Cluster) -> Submission:
 def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, treatment: Treatment) -> Submission:
     if each.is_cancelled:
         return _cancelled(each, "cancelled while it ran")
+    goes_on = treatment is Treatment.RESUME
     if interruptions >= MAX_INTERRUPTIONS:
-        over = f"{why}; not started again after {interruptions} interruptions: go on with it by {each.command} --resume"
+        option = "" if treatment is Treatment.FRESH else f" --{treatment}"
+        remedy = f"{'go on with it' if goes_on else 'start it'} by {each.command}{option}"
+        over = f"{why}; not started again after {interruptions} interruptions: {remedy}"
         return _ended(each, End.INTERRUPTED, over)
     # One that does not count, as by a drain, makes their number no larger.
     wait_s = 2 ** (interruptions - 1) if interruptions > max(1, each.interruptions) else 0
@@ -191,7 +194,7 @@ def _again(each: Submission, why: str, cluster: Cluster, *, interruptions: int, 
         gpus=(),
         treatment=treatment,
         interruptions=interruptions,
-        message=f"it was interrupted ({why}), and goes on from its checkpoint",
+        message=f"it was interrupted ({why}), and {'goes on from its checkpoint' if goes_on else 'is started again'}",
         leaves="",
         resumes_unix_ms=cluster.now_unix_ms + wait_s * 1000,
     )

@@ -281,6 +281,7 @@ async def test_a_stop_while_it_tells_its_callers_ends_them_in_order(agent: Agent
             [_ async for _ in calls(agent.lab, start)]
         told = str(refused.value.details())
     agent.send(signal.SIGTERM)
+    stand_in.send_signal(signal.SIGCONT)
     assert agent.process is not None
     assert await asyncio.to_thread(agent.process.wait, 60) == 0
     assert not program.is_running()

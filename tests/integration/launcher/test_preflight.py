@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from services.node.launch import _run
 from tests.hugging_face import save
+from tests.ports import kept_port
 from tests.unit.cli.configs import small_config
 from tidegate.adapters.nats_bus import NatsBus
 from tidegate.adapters.redis_store import redis_store
@@ -99,6 +101,7 @@ def test_a_cluster_starts_a_job_again_whose_server_did_not_answer(
     url: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tidegate.launcher.preflight.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tidegate.launcher.run.SERVERS_BACK_WITHIN_S", 0.0)
     claims: list[int] = []
     end, message, has_begun = _run(with_servers(tmp_path, **url), Start.FRESH, "", None, lambda: claims.append(1))
     assert (end, has_begun, claims) == (End.INTERRUPTED, False, [])
@@ -142,6 +145,24 @@ async def test_a_fresh_run_is_refused_where_the_servers_have_an_older_one_of_its
             with pytest.raises(CannotStart, match=r"has an older run of job small: .*--resume"):
                 await check_servers(config, start)
         await check_servers(config, Start.RESUME)
+
+
+async def test_a_start_of_a_cluster_waits_for_a_server_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.launcher.preflight.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tidegate.launcher.run._LOOK_AGAIN_S", 0.01)
+    with kept_port() as port:
+        config = with_servers(tmp_path, redis_url=f"redis://127.0.0.1:{port}/0")
+        with pytest.raises(Away):
+            await check_job(RunRequest(config, Start.FRESH, "--resume", "--force"))
+        waiting = asyncio.create_task(
+            check_job(RunRequest(config, Start.FRESH, "--resume", "--force", is_of_cluster=True))
+        )
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)
+        assert not done
+        async with EmbeddedServers(tmp_path / "servers", store_port=port):
+            assert (await waiting).config.job == config.job
 
 
 def test_a_masked_url_keeps_all_but_user_and_password() -> None:

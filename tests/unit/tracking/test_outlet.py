@@ -9,7 +9,7 @@ from tests.unit.tracking.fake_sinks import PATIENCE_S, Written, outlet
 from tests.unit.tracking.rows import a_row
 from tidegate.tracking.outlet import MAX_FAILURES, Account, Outlet, close_all
 
-AT_ONCE_S = 20.0
+AT_ONCE_S = 5.0
 
 
 def test_rows_are_written_in_order_and_the_sink_is_closed_after_the_last() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +91,22 @@ def test_a_job_that_is_interrupted_again_and_again_ends_but_the_end_of_an_agent_
     over = f"power; not started again after 5 interruptions: go on with it by {last.command} --resume"
     assert (found.end, found.message) == ("interrupted", over)
     assert after([last], cluster())["a"].state is PLACED
+
+
+@pytest.mark.parametrize(
+    ("treatment", "option"), [(Treatment.FRESH, ""), (Treatment.FORCE, " --force"), (Treatment.RESUME, " --resume")]
+)
+def test_a_job_that_never_began_is_told_to_start_as_it_was_submitted(treatment: Treatment, option: str) -> None:
+    """With --resume it would go on with the run that --force is to remove."""
+    job = replace(running("a"), interruptions=MAX_INTERRUPTIONS - 2, treatment=treatment)
+    ran = cluster(a=Ran(1, End.INTERRUPTED, "no Redis", has_begun=False))
+    goes_on = treatment is Treatment.RESUME
+    waits = after([job], ran)["a"]
+    how = "goes on from its checkpoint" if goes_on else "is started again"
+    assert waits.message == f"it was interrupted (no Redis), and {how}"
+    over = after([replace(job, interruptions=waits.interruptions)], ran)["a"]
+    remedy = f"{'go on with it' if goes_on else 'start it'} by {job.command}{option}"
+    assert over.message == f"no Redis; not started again after 5 interruptions: {remedy}"
 
 
 def test_a_job_that_ends_at_once_is_started_later_each_time() -> None:
