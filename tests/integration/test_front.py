@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.integration.cluster.machine_lab import until
+from tests.looking import until
 from tidegate.certs.authority import CA_CERT, CREDENTIAL, Authority
 from tidegate.certs.identity import Identity, Party
 from tidegate.runtime import front as front_module

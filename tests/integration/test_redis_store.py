@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from tests.integration.cluster.machine_lab import until
+from tests.looking import until
 from tidegate.adapters.cell_store import RETRY_DELAYS_S
 from tidegate.adapters.memory_bus import MemoryTermRegister
 from tidegate.adapters.redis_store import redis_store

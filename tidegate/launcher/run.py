@@ -89,7 +89,9 @@ UNLOCKED_WITHIN_S = 300.0
 _DIES_WITHIN_S = 20.0
 """A launcher that is killed while it writes to a slow disk lives until it has written."""
 SERVERS_BACK_WITHIN_S = 60.0
+"""A running job survives their absence for a minute too."""
 _LOOK_AGAIN_S = 1.0
+"""Neither the end of a lock nor the return of a server is an event here."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

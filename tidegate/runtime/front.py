@@ -35,6 +35,7 @@ _HANDSHAKE_S = 10.0
 _LOG_EVERY_S = 1.0
 """Strangers may try as often as they like, and the log is on a disk."""
 _AFTER_FAILED_ACCEPT_S = 1.0
+"""No event tells that a descriptor or memory is free again."""
 _BACKLOG = 100
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 30,
@@ -88,7 +89,7 @@ class Front:
                 connection, (peer, *_) = await loop.sock_accept(self._listening)
             except ConnectionAbortedError:  # by the other side
                 continue
-            except (OSError, MemoryError) as failure:  # no descriptor or no memory is left, for now
+            except (OSError, MemoryError) as failure:  # the machine has no descriptor or no memory left
                 self._log.warning("no connection accepted", reason=str(failure))
                 await asyncio.sleep(_AFTER_FAILED_ACCEPT_S)
                 continue

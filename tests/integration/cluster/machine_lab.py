@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,13 +111,6 @@ def programs_of(agent: psutil.Process, code: str) -> list[psutil.Process]:
         with suppress(psutil.Error):  # it has just ended
             found += [each] if each.cmdline()[1:] == ["-c", code] else []
     return found
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Other processes' ends are no events of this one."""
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 # see above
-            await asyncio.sleep(0.02)
 
 
 async def requests(start: machine_pb2.ProcessStart, *, stays: bool) -> AsyncIterator[machine_pb2.RunProcessRequest]:

@@ -19,7 +19,8 @@ from structlog.testing import capture_logs
 from services.node import machine
 from services.node.job_memories import MARK
 from services.node.machine import MachineServicer
-from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, programs_of, requests, until
+from tests.integration.cluster.machine_lab import ENDS_ON_TERM, IGNORES_TERM, Lab, calls, programs_of, requests
+from tests.looking import until
 from tests.ports import kept_port
 from tidegate.adapters.grpc_client import Channels
 from tidegate.adapters.grpc_tls import Credentials

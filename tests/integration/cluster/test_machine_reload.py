@@ -22,7 +22,8 @@ from cli.command import execute
 from services.node import machine
 from services.node.job_memories import MARK, JobMemories
 from services.scheduler.cluster.loop import LOST_AFTER_S
-from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, programs_of, until
+from tests.integration.cluster.machine_lab import ENDS_ON_TERM, WAITS, Lab, calls, programs_of
+from tests.looking import until
 from tests.ports import kept_port
 from tests.stopping import stop
 from tidegate.certs.authority import Authority
